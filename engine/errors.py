@@ -4,7 +4,8 @@
     |-- UsageError      exit 2      the command line or the profile
     |-- DataError       exit 3      conversations, shards, tokens
     |-- CaptureError    exit 4      warm-up, capture, verification
-    `-- RunError        exit 5      the run itself: checkpoints, devices, numbers gone bad
+    |-- RunError        exit 5      the run itself: checkpoints, devices, numbers gone bad
+    `-- Interrupted     exit 130    stopped by a signal, after a checkpoint
 
 A message says what happened, where (file, line, key, bucket), what was expected and found, and what to try.
 """
@@ -30,3 +31,7 @@ class CaptureError(DraftgraphError):
 
 class RunError(DraftgraphError):
     exit_status = 5
+
+
+class Interrupted(DraftgraphError):
+    exit_status = 130

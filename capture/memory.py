@@ -1,0 +1,96 @@
+"""Watches whether device memory stays flat after warm-up, in the three ways that can betray it.
+
+The allocator's counters see every allocation, the reserved memory sees the allocator's segments, and NVML sees what
+neither does: graph executables, libraries, other processes. It reads counters only and never waits for the device.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class MemoryWatch:
+    """Marks the memory figures of some devices step by step.
+
+    Args:
+        devices: those of the run; CPU devices have no figures.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = sorted({device.index for device in devices if device.type == "cuda"})
+        self._nvml = _nvml_handles(self._devices)
+        self._num_marks = 0
+        self._allocated: list[tuple[int, int]] = []
+        self._first_allocated: list[tuple[int, int]] = []
+        self._reserved: list[_Range] = [_Range() for _ in self._devices]
+        self._used: list[_Range] = [_Range() for _ in self._nvml or ()]
+
+    def mark(self) -> None:
+        """Read all figures; the first mark, after warm-up, is the baseline, each later one ends a step."""
+        self._allocated = [_allocated(device) for device in self._devices]
+        if self._num_marks == 0:
+            self._first_allocated = self._allocated
+        self._num_marks += 1
+        for device, reserved in zip(self._devices, self._reserved, strict=True):
+            reserved.add(torch.cuda.memory_reserved(device))
+        if self._nvml:
+            import pynvml
+
+            for handle, used in zip(self._nvml, self._used, strict=True):
+                used.add(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+    def report(self) -> dict[str, float | int | None]:
+        """The figures since the first mark, of all devices together; None where they cannot be measured.
+
+        Returns:
+            alloc_count: allocations since the first mark, and alloc_bytes_per_step their bytes per later mark.
+            reserved_range_bytes, device_used_range_bytes: highest minus lowest mark, of the device where it is largest.
+        """
+        steps = self._num_marks - 1
+        measured = bool(self._devices) and steps > 0
+        pairs = list(zip(self._first_allocated, self._allocated, strict=True))
+        return {
+            "alloc_count": sum(now[0] - first[0] for first, now in pairs) if measured else None,
+            "alloc_bytes_per_step": sum(now[1] - first[1] for first, now in pairs) / steps if measured else None,
+            "reserved_range_bytes": max(reserved.width for reserved in self._reserved) if measured else None,
+            "device_used_range_bytes": max(used.width for used in self._used) if measured and self._used else None,
+        }
+
+
+class _Range:
+    def __init__(self) -> None:
+        self._values: tuple[int, int] | None = None
+
+    def add(self, value: int) -> None:
+        low, high = self._values or (value, value)
+        self._values = min(low, value), max(high, value)
+
+    @property
+    def width(self) -> int:
+        low, high = self._values or (0, 0)
+        return high - low
+
+
+def _allocated(device: int) -> tuple[int, int]:
+    """Allocations and bytes since the process began; both only grow."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return stats["allocation"]["all"]["allocated"], stats["allocated_bytes"]["all"]["allocated"]
+
+
+def _nvml_handles(devices: list[int]) -> list[Any] | None:
+    """NVML's handles of CUDA devices, by UUID: the two number devices differently. None without NVML."""
+    if not devices:
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        uuids = [torch.cuda.get_device_properties(device).uuid for device in devices]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
+        # Some virtual machines name their devices but do not tell the memory in use.
+        for handle in handles:
+            pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return handles
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,181 @@
+"""From a plan to the rig: models loaded, buffers taken, lanes filled. All memory is taken here or at capture."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.engine.data.buckets import Bucket
+from draftgraph.engine.data.collate import collate
+from draftgraph.engine.data.loader import Loader
+from draftgraph.engine.data.schedule import MicroBatch, Schedule
+from draftgraph.engine.errors import RunError, UsageError
+from draftgraph.engine.models.drafter import Drafter
+from draftgraph.engine.models.target import Target, load_model
+from draftgraph.engine.plan import Plan
+from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
+from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
+from draftgraph.engine.run.scheduler import HandOffSlot, Rig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`cpu`, `cuda` or `cuda:N`, checked against the machine.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"profile: placement names the device {name!r}; write cpu or cuda:N") from error
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        found = torch.cuda.device_count()
+        if device.index >= found:
+            raise UsageError(
+                f"profile: placement names {name}, this machine has {found} CUDA devices; "
+                "use a CPU profile (smollm2-cpu), or --set placement.targets=['cpu'] placement.drafters=['cpu'] "
+                "capture.mode=eager"
+            )
+    elif device.type != "cpu":
+        raise UsageError(f"profile: placement names the device {name!r}; write cpu or cuda:N")
+    return device
+
+
+class VerificationData:
+    """Real rows for the rounds of warm-up and verification, collated as the data process collates them."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def rows_of(self, bucket: Bucket, round_index: int) -> MicroBatch:
+        index = self.plan.buckets.index(bucket)
+        candidates = np.flatnonzero(self.plan.assignment == index)
+        chosen = candidates[(round_index * bucket.rows + np.arange(bucket.rows)) % len(candidates)]
+        return MicroBatch(round_index, index, chosen, np.full(bucket.rows, round_index))
+
+    def fill(self, bucket: Bucket, round_index: int, views: BatchViews) -> None:
+        """Write the micro-batch of a round into a bucket's views, on the current stream."""
+        layout = self.plan.layouts[bucket]
+        host = layout.numpy_views(np.zeros(layout.num_bytes, dtype=np.uint8))
+        collate(self.rows_of(bucket, round_index), self.plan.rows, host, self.plan.draw)
+        for name, values in host.items():
+            view = getattr(views, name)
+            view.copy_(torch.from_numpy(values).view(view.dtype))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Everything that a run replays, and where its data comes from."""
+
+    plan: Plan
+    rig: Rig
+    targets: list[Target]
+    schedule: Schedule
+    data: VerificationData
+
+    @property
+    def devices(self) -> list[torch.device]:
+        lanes = (*self.rig.targets, *self.rig.drafters)
+        return sorted({lane.lane.device for lane in lanes}, key=str)
+
+    def initialise(self) -> None:
+        """The state before step 1, from the profile's seed; every drafter the same."""
+        for drafter in self.rig.drafters:
+            drafter.initialise(self.plan.profile.run.seed, self.plan.profile.drafter.init_std)
+
+    @contextmanager
+    def loader(self, first: int) -> Iterator[tuple[Loader, Rig]]:
+        """The data process from micro-batch `first` on, and the rig with its host slots (pinned for a GPU)."""
+        pinned = any(device.type == "cuda" for device in self.devices)
+        layouts = [self.plan.layouts[bucket] for bucket in self.plan.buckets]
+        num_slots = self.rig.max_in_flight + 1
+        with Loader(self.plan.rows, self.schedule, layouts, self.plan.draw, num_slots=num_slots, first=first) as loader:
+            slots = [torch.from_numpy(buffer) for buffer in loader.buffers]
+            try:
+                if pinned:
+                    for slot in slots:
+                        pin(slot)
+                yield loader, replace(self.rig, host_slots=slots)
+            finally:
+                if pinned:
+                    torch.cuda.synchronize()
+                    for slot in slots:
+                        torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())
+
+    def close(self) -> None:
+        for lane in (*self.rig.targets, *self.rig.drafters):
+            lane.lane.close()
+
+
+def pin(slot: Tensor) -> None:
+    """Register shared memory with CUDA, so that copies from it are asynchronous."""
+    status = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0)
+    if int(status) != 0:
+        raise RunError(f"cannot pin {slot.nbytes} bytes of shared memory (CUDA status {status}); raise `ulimit -l`")
+
+
+def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
+    """Load the models and take the buffers.
+
+    Args:
+        say: receives one line per slow part.
+    Raises:
+        UsageError: a device or a model is missing.
+        CaptureError: the target's family cannot be run by this engine.
+    """
+    profile = plan.profile
+    dtype = DTYPES[profile.target.dtype]
+    target_devices = [resolve_device(name) for name in profile.placement.targets]
+    drafter_devices = [resolve_device(name) for name in profile.placement.drafters]
+    max_context = max(b.context for b in plan.buckets)
+    mode = profile.capture.mode
+    data = VerificationData(plan)
+
+    models = {}
+    for device in target_devices:
+        if device not in models:
+            say(f"loading {profile.target.model} on {device}")
+            models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
+    targets, target_lanes = [], []
+    for t, device in enumerate(target_devices):
+        target = Target(models[device], plan.shape.target_layer_ids, max_context)
+        target.check_against_module()
+        batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device)
+        targets.append(target)
+        target_lanes.append(TargetLane(f"target {t}", target, batch, mode, data.fill))
+
+    drafter_lanes, rings = [], []
+    for d, device in enumerate(drafter_devices):
+        # The target's own embedding and lm_head where it is on this device, a copy elsewhere.
+        source = targets[target_devices.index(device) if device in target_devices else 0]
+        drafter = Drafter(plan.shape, max_context).to(device)
+        embedding = source.embedding.to(device)
+        tied = source.lm_head.data_ptr() == source.embedding.data_ptr()
+        parts = DrafterParts(
+            drafter,
+            embedding,
+            embedding if tied else source.lm_head.to(device),
+            plan.rule,
+            profile.drafter.chunk_slots,
+            profile.optim,
+            profile.run.steps,
+        )
+        look_ahead = profile.placement.look_ahead
+        batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device) if look_ahead else target_lanes[0].batch
+        drafter_lanes.append(
+            DrafterLane(f"drafter {d}", parts, batch, device, mode, data.fill, d, len(drafter_devices))
+        )
+        ring = [
+            HandOffSlot(BatchBuffer(plan.layouts, plan.taps_size, dtype, device), device) for _ in range(look_ahead)
+        ]
+        rings.append(ring)
+    rig = Rig(target_lanes, drafter_lanes, [ring for ring in rings if ring], [], plan.buckets)
+    engine = Engine(plan, rig, targets, Schedule(plan.assignment, plan.buckets, profile.run.seed), data)
+    engine.initialise()
+    return engine

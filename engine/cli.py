@@ -1,0 +1,268 @@
+"""The command line: `draftgraph COMMAND ...`. It parses, calls one function per command, and prints its summary.
+
+Exit status: 0 done; 2 usage or profile; 3 data; 4 capture or verification; 5 run failed; 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from draftgraph.engine.errors import DraftgraphError, UsageError
+
+Summary = dict[str, Any]
+# NOTE: commands import what they need inside, so that --help and usage errors answer at once.
+
+
+def prepare(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.data.prepare import prepare as prepare_rows
+    from draftgraph.engine.data.template import Template
+    from draftgraph.engine.models.target import load_config, load_tokenizer
+
+    config = load_config(args.target)
+    console.print(f"reading the tokenizer of {args.target}")
+    summary = prepare_rows(
+        args.inputs,
+        Template(load_tokenizer(args.target)),
+        args.out,
+        max_context=args.max_context,
+        block_size=args.block_size,
+        vocab_size=config.vocab_size,
+        anchor_rule=args.anchor_rule,
+        progress=True,
+    )
+    return summary
+
+
+def plan(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.config import load_profile
+    from draftgraph.engine.plan import make_plan, summary
+    from draftgraph.engine.show import show_plan
+
+    values = summary(make_plan(load_profile(args.profile, args.assignments)))
+    if not args.json:
+        show_plan(console, values)
+    return values
+
+
+def run_folder(args: argparse.Namespace) -> Path:
+    return Path(args.run or Path("runs") / Path(args.profile).stem)
+
+
+def warmup(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.config import load_profile
+    from draftgraph.engine.plan import make_plan
+    from draftgraph.engine.show import show_warmup
+    from draftgraph.engine.train import prepare_engine
+
+    engine, evidence = prepare_engine(
+        make_plan(load_profile(args.profile, args.assignments)), run_folder(args), console
+    )
+    engine.close()
+    show_warmup(console, evidence)
+    return evidence
+
+
+def train(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.config import load_profile
+    from draftgraph.engine.train import train as run_training
+
+    return run_training(load_profile(args.profile, args.assignments), run_folder(args), args.resume, console)
+
+
+def evaluate(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.saved import evaluate_saved, load_saved
+
+    saved = load_saved(Path(args.source))
+    return evaluate_saved(saved, args.target, args.prompts, args.num_prompts, args.max_new_tokens, args.untrained)
+
+
+def export(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.models.export import export_zlab
+    from draftgraph.engine.models.target import load_config
+    from draftgraph.engine.saved import load_saved
+
+    saved = load_saved(Path(args.source))
+    target = args.target or saved.target
+    if not target:
+        raise UsageError(f"{args.source} does not name its target; add --target MODEL")
+    return export_zlab(
+        Path(args.out), saved.drafter, load_config(target), card={"base_model": target, "step": saved.step}
+    )
+
+
+def regenerate(args: argparse.Namespace, console: Console) -> Summary:
+    import torch
+
+    from draftgraph.engine.data.regenerate import regenerate as answer_prompts
+    from draftgraph.engine.models.target import load_model, load_tokenizer
+    from draftgraph.engine.saved import default_device
+
+    console.print(f"loading {args.target}")
+    model = load_model(args.target, torch.float32, default_device())
+    return answer_prompts(
+        Path(args.prompts),
+        model,
+        load_tokenizer(args.target),
+        Path(args.out),
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        progress=True,
+    )
+
+
+def demo(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.demo import demo as run_demo
+
+    return run_demo(Path(args.run or "runs/demo"), console)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole interface; tests/test_cli.py freezes it."""
+    top = argparse.ArgumentParser(
+        prog="draftgraph",
+        description="Train DFlash drafters with a fixed-shape, CUDA-graph engine.",
+        epilog="A first run: draftgraph demo. Every command: draftgraph COMMAND --help.",
+    )
+    top.add_argument("--version", action="version", version=metadata.version("draftgraph"))
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable, help: str, epilog: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=help, description=help, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.set_defaults(command_function=run)
+        sub.add_argument("--json", action="store_true", help="print the summary as one JSON object, last on stdout")
+        return sub
+
+    def add_profile(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("profile", metavar="PROFILE", help="path to a TOML file, or the name of a shipped profile")
+        sub.add_argument("--run", metavar="DIR", help="run folder (default: runs/PROFILE)")
+        sub.add_argument(
+            "--set",
+            dest="assignments",
+            metavar="section.key=value",
+            action="extend",
+            nargs="+",
+            default=[],
+            help="override keys of the profile",
+        )
+
+    sub = add(
+        "prepare",
+        prepare,
+        "read conversations, apply the chat template, write token shards",
+        "example: draftgraph prepare chats.jsonl --target smollm2 --out shards/chats",
+    )
+    sub.add_argument("inputs", nargs="+", metavar="FILE", help="JSON or JSON-lines files, or folders of them")
+    sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
+    sub.add_argument("--out", required=True, metavar="DIR", help="shard folder to write")
+    sub.add_argument(
+        "--max-context", type=int, default=4096, metavar="TOKENS", help="longer rows are cut (%(default)s)"
+    )
+    sub.add_argument("--block-size", type=int, default=16, metavar="K", help="shorter rows are left out (%(default)s)")
+    sub.add_argument(
+        "--anchor-rule", choices=["next-supervised", "in-row"], default="next-supervised", help="(%(default)s)"
+    )
+
+    sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")
+    add_profile(sub)
+
+    sub = add(
+        "warmup",
+        warmup,
+        "warm up, capture and verify every graph of a profile; print the evidence",
+        "example: draftgraph warmup smollm2-gpu --set buckets.count=4",
+    )
+    add_profile(sub)
+
+    sub = add(
+        "train",
+        train,
+        "warm up, then train; writes the run folder",
+        "example: draftgraph train smollm2-gpu --run runs/first\n"
+        "         draftgraph train smollm2-gpu --run runs/first --resume",
+    )
+    add_profile(sub)
+    sub.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint of the run folder")
+
+    sub = add(
+        "eval",
+        evaluate,
+        "speculative decoding with a drafter: acceptance length, and output compared with plain greedy decoding",
+        "example: draftgraph eval runs/first --prompts human-eval --untrained",
+    )
+    sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
+    sub.add_argument("--prompts", default="human-eval", help="human-eval, or a .jsonl or .txt file (%(default)s)")
+    sub.add_argument("--num-prompts", type=int, default=16, help="the first N (%(default)s)")
+    sub.add_argument("--max-new-tokens", type=int, default=64, help="per prompt (%(default)s)")
+    sub.add_argument("--untrained", action="store_true", help="evaluate the run's drafter of before step 1 as well")
+
+    sub = add(
+        "export",
+        export,
+        "write a drafter for z-lab's code, SGLang and vLLM",
+        "example: draftgraph export runs/first --out drafter",
+    )
+    sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    sub.add_argument("--format", choices=["zlab"], default="zlab", help="(%(default)s)")
+    sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
+
+    sub = add(
+        "regenerate",
+        regenerate,
+        "let the target answer prompts greedily: training rows in its own words",
+        "example: draftgraph regenerate prompts.jsonl --target smollm2 --out answers.jsonl",
+    )
+    sub.add_argument("prompts", metavar="FILE", help='JSON lines of {"prompt": "..."}')
+    sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
+    sub.add_argument("--out", required=True, metavar="FILE", help="JSON lines of messages; goes on where it stopped")
+    sub.add_argument("--max-new-tokens", type=int, default=160, help="per answer (%(default)s)")
+    sub.add_argument("--batch-size", type=int, default=16, help="prompts at once (%(default)s)")
+
+    sub = add(
+        "demo",
+        demo,
+        "prepare, plan, train, evaluate before and after, export: all of it on a small real model",
+        "Uses the GPU where there is one (profile smollm2-gpu), else the CPU (profile smollm2-cpu).",
+    )
+    sub.add_argument("--run", metavar="DIR", help="run folder (default: runs/demo)")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = parser().parse_args(arguments)
+    console = Console(stderr=True)
+    # Both are read at import. fla's cache is keyed by identity and would hold on to buffers; our bar is the only one.
+    os.environ.setdefault("FLA_DISABLE_TENSOR_CACHE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    try:
+        summary = args.command_function(args, console)
+    except DraftgraphError as error:
+        console.print(Text.assemble(("error: ", "bold red"), str(error)))
+        return error.exit_status
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        from draftgraph.engine.show import summary_table
+
+        flat = {k: v for k, v in summary.items() if not isinstance(v, list | dict) or k == "rows_skipped"}
+        Console().print(summary_table(f"draftgraph {args.command}", flat))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

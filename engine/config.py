@@ -1,0 +1,233 @@
+"""The profile as frozen dataclasses: every key known, typed and checked before a device is touched.
+
+Promises: an unknown key is refused with the nearest known one; a combination that cannot run is refused with what to
+change; `to_toml(profile)` read again gives the same profile. 0 and "" mean: taken from the target or its defaults.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin
+
+import tomli_w
+
+from draftgraph.engine.errors import UsageError
+from draftgraph.profiles.load import ProfileNotFound, read_profile, set_key
+
+
+def choice(default: str, *known: str) -> Any:
+    """A string field that takes `default` or one of `known`."""
+    return field(default=default, metadata={"known": (default, *known)})
+
+
+@dataclass(frozen=True)
+class RunSection:
+    steps: int = 200
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TargetSection:
+    model: str = "smollm2"  # smollm2, random:SHAPE, a folder, a hub name
+    dtype: str = choice("float32", "bfloat16")  # of the target and of the drafter's arithmetic; masters are float32
+
+
+@dataclass(frozen=True)
+class DrafterSection:
+    layers: int = 5
+    taps: int = 5
+    target_layer_ids: list[int] = field(default_factory=list)  # empty: chosen from `taps`
+    block_size: int = 16
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    sliding_layers: int = 0  # the first layers, with `sliding_window`
+    sliding_window: int = 2048
+    rope_theta: float = 0.0
+    mask_token_id: int = -1  # -1: the model's own, where one is known
+    anchors: int = 512  # per row, at most
+    anchor_rule: str = choice("next-supervised", "in-row")
+    reuse: int = 1  # micro-steps fed by one extraction, each with fresh anchors
+    loss: str = choice("decay", "dpace")
+    gamma: float = -1.0  # -1: by block size
+    alpha: float = 0.5
+    chunk_slots: int = 2048  # rows of logits held at once
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class DataSection:
+    shards: str = ""  # folder written by `draftgraph prepare`
+    random_lengths: str = ""  # or a JSON file of row lengths: random tokens, for measuring
+
+
+@dataclass(frozen=True)
+class BucketsSection:
+    count: int = 6
+    max_context: int = 4096
+    context_tokens: int = 8192  # R*S of a bucket, at most
+    draft_tokens: int = 65536  # R*A*K of a bucket, at most
+    context_multiple: int = 64
+
+
+@dataclass(frozen=True)
+class PlacementSection:
+    targets: list[str] = field(default_factory=lambda: ["cpu"])
+    drafters: list[str] = field(default_factory=lambda: ["cpu"])
+    look_ahead: int = 0  # hand-off slots per drafter; 0: target and drafter share one buffer (one of each, one device)
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    lr: float = 6e-4
+    warmup: float = 0.04  # share of the steps
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    accumulate: int = 1  # micro-steps in a step, over all drafters
+
+
+@dataclass(frozen=True)
+class CaptureSection:
+    mode: str = choice("graph", "eager")
+    warmup_rounds: int = 3
+    verify_rounds: int = 3
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    every: int = 100  # steps; 0: only at the end
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class LogSection:
+    every: int = 10  # steps
+    wandb: str = ""  # project name; empty: off
+
+
+@dataclass(frozen=True)
+class Profile:
+    run: RunSection = RunSection()
+    target: TargetSection = TargetSection()
+    drafter: DrafterSection = DrafterSection()
+    data: DataSection = DataSection()
+    buckets: BucketsSection = BucketsSection()
+    placement: PlacementSection = PlacementSection()
+    optim: OptimSection = OptimSection()
+    capture: CaptureSection = CaptureSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+
+POSITIVE = {
+    "run": ["steps"],
+    "drafter": ["layers", "taps", "anchors", "reuse", "chunk_slots"],
+    "buckets": ["count", "max_context", "context_tokens", "draft_tokens", "context_multiple"],
+    "optim": ["lr", "clip", "accumulate"],
+    "capture": ["warmup_rounds", "verify_rounds"],
+    "checkpoint": ["keep"],
+    "log": ["every"],
+}
+
+
+def load_profile(name: str, assignments: list[str] | None = None) -> Profile:
+    """Read, override, type and check a profile.
+
+    Raises:
+        UsageError: naming the key, what was found and what to write.
+    """
+    try:
+        values = read_profile(name)
+        for assignment in assignments or []:
+            set_key(values, assignment)
+    except (ProfileNotFound, ValueError, OSError) as error:
+        where = f"profile {name}: " if isinstance(error, tomllib.TOMLDecodeError | UnicodeDecodeError | OSError) else ""
+        raise UsageError(f"{where}{error}") from error
+    return from_values(values)
+
+
+def from_values(values: dict[str, Any]) -> Profile:
+    sections = {f.name: f.type for f in dataclasses.fields(Profile)}
+    built: dict[str, Any] = {}
+    for name, keys in values.items():
+        refuse_unknown(name, list(sections), "section")
+        if not isinstance(keys, dict):
+            raise UsageError(f"profile: [{name}] is a section, found {keys!r}; write {name}.KEY or [{name}]")
+        fields = {f.name: f for f in dataclasses.fields(sections[name])}  # type: ignore[arg-type]
+        for key in keys:
+            refuse_unknown(key, list(fields), f"key of [{name}]")
+        built[name] = sections[name](**{k: typed(f"{name}.{k}", v, fields[k]) for k, v in keys.items()})  # type: ignore[operator]
+    profile = Profile(**built)
+    check(profile)
+    return profile
+
+
+def refuse_unknown(name: str, known: list[str], kind: str) -> None:
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+        raise UsageError(f"profile: unknown {kind} {name!r}; {hint}")
+
+
+def typed(where: str, value: Any, described: dataclasses.Field) -> Any:
+    kind = get_origin(described.type) or described.type
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise UsageError(f"profile: {where} takes {kind.__name__}, found {value!r}")  # type: ignore[union-attr]
+    if kind is list:
+        item = get_args(described.type)[0]
+        value = [float(v) if item is float and type(v) is int else v for v in value]
+        if not all(type(v) is item for v in value):
+            raise UsageError(f"profile: {where} takes a list of {item.__name__}, found {value!r}")
+    known = described.metadata.get("known")
+    if known and value not in known:
+        nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise UsageError(f"profile: {where} is one of {', '.join(known)}, found {value!r}{hint}")
+    return value
+
+
+def check(profile: Profile) -> None:
+    """Refuse what cannot run, before a device is touched."""
+    for section, keys in POSITIVE.items():
+        for key in keys:
+            value = getattr(getattr(profile, section), key)
+            if value <= 0:
+                raise UsageError(f"profile: {section}.{key} must be above 0, found {value}")
+    drafter, placement = profile.drafter, profile.placement
+    if not 2 <= drafter.block_size <= 16:
+        raise UsageError(f"profile: drafter.block_size is 2 to 16, found {drafter.block_size}")
+    if drafter.sliding_layers > drafter.layers:
+        raise UsageError(
+            f"profile: drafter.sliding_layers ({drafter.sliding_layers}) is more than drafter.layers ({drafter.layers})"
+        )
+    if not placement.targets or not placement.drafters:
+        raise UsageError("profile: placement.targets and placement.drafters each need at least one device")
+    if placement.look_ahead == 0 and (
+        len(placement.targets) > 1 or len(placement.drafters) > 1 or placement.targets != placement.drafters
+    ):
+        raise UsageError(
+            "profile: placement.look_ahead = 0 shares one buffer and needs one target and one drafter on one device; "
+            "set placement.look_ahead to 1 or more"
+        )
+    on_gpu = any(device != "cpu" for device in placement.targets + placement.drafters)
+    if profile.capture.mode == "graph" and not on_gpu:
+        raise UsageError(
+            'profile: capture.mode = "graph" needs a CUDA device; write capture.mode = "eager" for the CPU, or place '
+            'targets and drafters on "cuda:0"'
+        )
+    if bool(profile.data.shards) == bool(profile.data.random_lengths):
+        raise UsageError(
+            "profile: name the data once: data.shards = a folder written by `draftgraph prepare`, or "
+            "data.random_lengths = a JSON file of row lengths"
+        )
+
+
+def to_toml(profile: Profile) -> str:
+    """The whole profile, defaults written out."""
+    return tomli_w.dumps(dataclasses.asdict(profile))

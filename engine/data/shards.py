@@ -1,0 +1,264 @@
+"""Token shards: prepared rows on disk, memory-mapped; and random rows with the same reading interface.
+
+A shard folder holds `shards.json` (version, counts, vocabulary, fingerprint, the doctor's summary), `offsets.npy`
+int64 [rows + 1] over all rows laid end to end, and per shard `tokens-NNNNN.npy` int32 and `mask-NNNNN.npy` uint8. A
+row never straddles two shards.
+Promises: a folder appears whole or not at all; a folder that is no shard folder is never overwritten; damage is a
+DataError.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from draftgraph.engine.data.anchors import count_valid_anchors
+from draftgraph.engine.errors import DataError
+
+FORMAT = "draftgraph-shards"
+VERSION = 1
+SHARD_TOKENS = 2**28
+_CHUNK_TOKENS = 2**24
+_FIELDS: dict[str, np.dtype] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1")}
+
+
+class ShardWriter:
+    """Writes rows one by one; `finish` puts the folder in place. A `with` block left without it leaves nothing."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        vocab_size: int,
+        fingerprint: str,
+        max_context: int,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self.folder = Path(folder)
+        _check_replaceable(self.folder)
+        self._facts = {"vocab_size": vocab_size, "max_context": max_context, "fingerprint": fingerprint}
+        self._shard_tokens = shard_tokens
+        self._lengths: list[int] = []
+        self._shards: list[dict[str, int]] = []
+        self._files: dict[str, BinaryIO] = {}
+        self._temporary = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
+        try:
+            self._temporary.mkdir(parents=True)
+        except OSError as error:
+            raise DataError(f"{self.folder}: cannot be written: {error.strerror}") from error
+
+    def append(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+        """Add one row of at least one token."""
+        assert len(input_ids) == len(loss_mask) > 0
+        if not self._files or self._shards[-1]["tokens"] + len(input_ids) > self._shard_tokens:
+            self._close_shard()
+            for name, dtype in _FIELDS.items():
+                self._files[name] = (self._temporary / f"{name}-{len(self._shards):05d}.npy").open("wb")
+                _write_header(self._files[name], dtype, 0)
+            self._shards.append({"rows": 0, "tokens": 0})
+        for (name, dtype), values in zip(_FIELDS.items(), (input_ids, loss_mask), strict=True):
+            self._files[name].write(np.asarray(values).astype(dtype).tobytes())
+        self._shards[-1]["rows"] += 1
+        self._shards[-1]["tokens"] += len(input_ids)
+        self._lengths.append(len(input_ids))
+
+    def finish(self, doctor: dict[str, Any]) -> int:
+        """Close the files, put the folder in place of an older one, and say how many shards it has."""
+        if not self._lengths:
+            raise DataError(f"{self.folder}: no row was left to write; nothing to train on")
+        self._close_shard()
+        np.save(self._temporary / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]))
+        facts = {
+            "format": FORMAT,
+            "version": VERSION,
+            "rows": len(self._lengths),
+            "tokens": sum(self._lengths),
+            **self._facts,
+        }
+        text = json.dumps({**facts, "shards": self._shards, "doctor": doctor}, indent=1)
+        (self._temporary / "shards.json").write_text(text + "\n")
+        _check_replaceable(self.folder)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self._temporary.rename(self.folder)
+        return len(self._shards)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _close_shard(self) -> None:
+        for name, file in self._files.items():
+            file.seek(0)
+            _write_header(file, _FIELDS[name], self._shards[-1]["tokens"])
+            file.close()
+        self._files = {}
+
+
+class ShardReader:
+    """Reads a shard folder; rows are numbered over all its shards. Another process opens it by path."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.facts = _read_facts(self.folder)
+        self.vocab_size: int = self.facts["vocab_size"]
+        self.fingerprint: str = self.facts["fingerprint"]
+        self._offsets = np.array(self._open("offsets.npy", np.dtype("<i8"), self.facts["rows"] + 1))
+        self.lengths = np.diff(self._offsets)
+        self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.facts["shards"]])
+        last_offsets = np.cumsum([0] + [shard["tokens"] for shard in self.facts["shards"]])
+        if self.lengths.min() < 1 or not np.array_equal(self._offsets[self._first_rows], last_offsets):
+            raise DataError(f"{self.folder / 'offsets.npy'}: damaged: offsets and shards disagree; run prepare again")
+        self._shards = [
+            {name: self._open(f"{name}-{index:05d}.npy", dtype, shard["tokens"]) for name, dtype in _FIELDS.items()}
+            for index, shard in enumerate(self.facts["shards"])
+        ]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids [n] int32 and loss_mask [n] bool of one row."""
+        shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        base = self._offsets[self._first_rows[shard]]
+        part = slice(self._offsets[row] - base, self._offsets[row + 1] - base)
+        ids = self._shards[shard]["tokens"][part]
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise DataError(
+                f"{self.folder}: damaged: row {row} holds token ids {ids.min()} to {ids.max()}, "
+                f"expected 0 to {self.vocab_size - 1}"
+            )
+        return np.asarray(ids), np.asarray(self._shards[shard]["mask"][part]) != 0
+
+    def __reduce__(self) -> tuple[type["ShardReader"], tuple[Path]]:
+        return ShardReader, (self.folder,)
+
+    def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
+        """How many valid anchors each row has, [rows] int64; streams over the masks."""
+        counts = np.empty(len(self), dtype=np.int64)
+        for shard, first, stop in zip(self._shards, self._first_rows[:-1], self._first_rows[1:], strict=True):
+            base = self._offsets[first]
+            while first < stop:
+                last = int(np.searchsorted(self._offsets, self._offsets[first] + _CHUNK_TOKENS, side="right")) - 1
+                last = min(max(last, first + 1), stop)
+                offsets = self._offsets[first : last + 1]
+                mask = shard["mask"][offsets[0] - base : offsets[-1] - base] != 0
+                counts[first:last] = count_valid_anchors(mask, offsets - offsets[0], rule, block_size)
+                first = last
+        return counts
+
+    def _open(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
+        try:
+            array = np.load(self.folder / name, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{self.folder / name}: damaged or missing: {error}; run prepare again") from error
+        if array.dtype != dtype or array.shape != (length,):
+            raise DataError(
+                f"{self.folder / name}: damaged: expected {dtype} [{length}], found {array.dtype} {list(array.shape)}; "
+                "run prepare again"
+            )
+        return array
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Random tokens in rows of given lengths, the last three quarters supervised; for runs with random weights."""
+
+    lengths: np.ndarray  # [rows] int64
+    vocab_size: int
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids [n] int32, below V - 8 to leave room for a mask token, and loss_mask [n] bool of one row."""
+        length = int(self.lengths[row])
+        ids = np.random.default_rng([self.seed, row]).integers(0, self.vocab_size - 8, length, dtype=np.int32)
+        return ids, np.arange(length) >= length // 4
+
+    def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
+        """How many valid anchors each row has, [rows] int64."""
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], self.lengths)
+        return count_valid_anchors(place >= np.repeat(self.lengths // 4, self.lengths), offsets, rule, block_size)
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
+    # NOTE: numpy pads the header so that the first axis may grow: written again in place, it has the same size.
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (length,)})
+
+
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists():
+        return
+    foreign = (
+        [folder.name] if not folder.is_dir() else [entry.name for entry in folder.iterdir() if not _is_ours(entry.name)]
+    )
+    if foreign:
+        raise DataError(
+            f"{folder}: not a folder of token shards (it has {min(foreign)}), so it is not overwritten; "
+            "choose another --out"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    return name in ("shards.json", "offsets.npy") or (name.endswith(".npy") and name.split("-")[0] in _FIELDS)
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    path = folder / "shards.json"
+    try:
+        facts = json.loads(path.read_text())
+    except OSError as error:
+        raise DataError(
+            f"{folder}: no token shards here ({path.name}: {error.strerror}); write them with `draftgraph prepare`"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{path}: damaged: {error}; run prepare again") from error
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise DataError(f"{path}: not written by `draftgraph prepare`")
+    if facts.get("version") != VERSION:
+        raise DataError(f"{path}: version {facts.get('version')}, expected {VERSION}; run prepare again")
+    if (
+        not {"rows", "tokens", "vocab_size", "fingerprint", "max_context", "shards"} <= facts.keys()
+        or not facts["shards"]
+    ):
+        raise DataError(f"{path}: damaged: keys are missing; run prepare again")
+    return facts
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Some rows of a source, renumbered from 0."""
+
+    source: ShardReader | RandomRows
+    row_ids: np.ndarray  # [rows] int64
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.source.lengths[self.row_ids]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.source.vocab_size
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.source[int(self.row_ids[row])]
+
+    def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
+        return self.source.valid_anchors(rule, block_size)[self.row_ids]

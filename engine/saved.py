@@ -1,0 +1,86 @@
+"""Drafters as `eval` and `export` find them, in a run folder or exported, and the evaluation of one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftgraph.engine.config import Profile, load_profile
+from draftgraph.engine.errors import UsageError
+from draftgraph.engine.evaluate import PlainCache, evaluate, load_prompts
+from draftgraph.engine.models.drafter import Drafter
+from draftgraph.engine.models.export import load_zlab
+from draftgraph.engine.models.target import load_config, load_model, load_tokenizer
+from draftgraph.engine.plan import drafter_shape
+from draftgraph.engine.run import checkpoint
+
+
+@dataclass(frozen=True)
+class SavedDrafter:
+    """A drafter on the CPU in float32 with what is known of its origin."""
+
+    drafter: Drafter
+    target: str  # the target's name; empty where the source does not say
+    step: int | None  # of the checkpoint
+    profile: Profile | None  # of the run
+
+
+def load_saved(source: Path, max_context: int = 4096) -> SavedDrafter:
+    """Read the newest checkpoint of a run folder, or an exported drafter.
+
+    Raises:
+        UsageError: the folder is neither. RunError, DataError: a file in it is damaged.
+    """
+    if (source / "profile.toml").is_file():
+        profile = load_profile(str(source / "profile.toml"))
+        shape = drafter_shape(profile, load_config(profile.target.model))
+        scalars, tensors = checkpoint.read(checkpoint.newest(source / "checkpoints"))
+        state = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
+        found = SavedDrafter(Drafter(shape, max_context), profile.target.model, scalars["step"], profile)
+    elif (source / "config.json").is_file():
+        shape, state = load_zlab(source)
+        found = SavedDrafter(Drafter(shape, max_context), "", None, None)
+    else:
+        raise UsageError(f"{source} is neither a run folder (profile.toml) nor an exported drafter (config.json)")
+    found.drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return found
+
+
+def untrained(saved: SavedDrafter) -> Drafter:
+    """The drafter as it was before step 1 of its run."""
+    assert saved.profile is not None
+    drafter = Drafter(saved.drafter.shape, saved.drafter.rotary.cos.shape[0])
+    drafter.initialise(saved.profile.run.seed, saved.profile.drafter.init_std)
+    return drafter
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def evaluate_saved(
+    saved: SavedDrafter, target: str, prompts: str, num_prompts: int, max_new_tokens: int, with_untrained: bool
+) -> dict[str, Any]:
+    """The summary of `draftgraph eval`, in float32 on this machine's first device.
+
+    Args:
+        target: overrides what the run says; needed for an exported drafter.
+        with_untrained: also evaluate the drafter of before step 1, on the same plain answers, under "untrained".
+    """
+    name = target or saved.target
+    if not name:
+        raise UsageError("an exported drafter does not name its target; add --target MODEL")
+    if with_untrained and saved.profile is None:
+        raise UsageError("--untrained needs a run folder: an exported drafter does not say how it began")
+    texts = load_prompts(prompts, num_prompts)
+    device = default_device()
+    model, tokenizer = load_model(name, torch.float32, device), load_tokenizer(name)
+    cache: PlainCache = {}
+
+    def measure(drafter: Drafter) -> dict[str, Any]:
+        return evaluate(model, tokenizer, drafter.to(device), texts, max_new_tokens=max_new_tokens, plain_cache=cache)
+
+    before = measure(untrained(saved)) if with_untrained else None
+    summary = {**measure(saved.drafter), "step": saved.step, "target": name, "prompt_set": prompts}
+    return {**summary, "untrained": before, "acceptance_untrained": before["acceptance"]} if before else summary

@@ -1,0 +1,161 @@
+"""Warm-up, capture and verification of a whole rig, and the evidence of it.
+
+Promises: in the graph mode every graph was replayed on changing inputs, buckets interleaved, and gave the bits of the
+eager run; in the eager mode the static buffers, NaN in every pad, gave what fresh unpadded tensors give. Otherwise
+there is no run. It waits for the devices, and leaves weights behind that the caller overwrites.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from draftgraph.capture.errors import CaptureFailure
+from draftgraph.capture.verify import compare, eager_references
+from draftgraph.engine.build import Engine
+from draftgraph.engine.data.buckets import Bucket
+from draftgraph.engine.errors import CaptureError
+from draftgraph.engine.run.buffers import BatchViews
+from draftgraph.engine.run.lanes import DrafterLane
+
+# Largest allowed max|difference| / max|reference| of a padded bucket against its rows alone.
+PADDING_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
+    """Warm up, capture, verify; returns the content of warmup.json.
+
+    Raises:
+        CaptureError: a graph cannot be captured, or does not replay to the eager run's bits, or padding leaks.
+    """
+    section = engine.plan.profile.capture
+    lanes = [lane.lane for lane in (*engine.rig.targets, *engine.rig.drafters)]
+    started = time.perf_counter()
+    phases = progress.add_task("warm up", total=4)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for lane in lanes:
+                lane.warm_up(section.warmup_rounds)
+            progress.update(phases, advance=1, description="verify padding")
+            worst = check_padding(engine, section.verify_rounds)
+            progress.update(phases, advance=1, description="eager references")
+            references = eager_references(lanes, section.verify_rounds) if section.mode == "graph" else None
+            progress.update(phases, advance=1, description="capture")
+            captured_at = time.perf_counter()
+            for lane in lanes:
+                lane.capture()
+            capture_seconds = time.perf_counter() - captured_at
+            if references is not None:
+                progress.update(phases, description="compare replays")
+                compare(lanes, references)
+            progress.update(phases, advance=1, description="warmed up")
+    except CaptureFailure as failure:
+        raise CaptureError(str(failure)) from failure
+    finally:
+        progress.remove_task(phases)
+    engine.initialise()
+    graphs = [dataclasses.asdict(row) for lane in lanes for row in lane.evidence]
+    captured = section.mode == "graph"
+    return {
+        "mode": section.mode,
+        "graphs": graphs,
+        "pool_bytes": sum(row["pool_bytes"] or 0 for row in graphs) if captured else None,
+        "seconds": round(time.perf_counter() - started, 3),
+        "capture_seconds": round(capture_seconds, 3) if captured else None,
+        "verified": True,
+        "verification": {
+            "rounds": section.verify_rounds,
+            "replay_against_eager": "bit-equal" if captured else None,
+            "padded_against_unpadded_relative_difference": worst,
+        },
+    }
+
+
+def check_padding(engine: Engine, rounds: int) -> float:
+    """Run every bucket on its static buffers with NaN in every pad, and its rows alone on fresh unpadded tensors.
+
+    Returns:
+        The largest max|difference| / max|reference| over taps, sums and gradients of all rounds.
+    Raises:
+        CaptureError: it is larger than rounding explains.
+    """
+    worst = 0.0
+    for round_index in range(rounds):
+        for bucket in engine.plan.buckets:
+            for index, drafter in enumerate(engine.rig.drafters):
+                target_index = index % len(engine.rig.targets)
+                worst = max(worst, padding_difference(engine, target_index, drafter, bucket, round_index))
+    return worst
+
+
+def padding_difference(
+    engine: Engine, target_index: int, drafter: DrafterLane, bucket: Bucket, round_index: int
+) -> float:
+    target, target_lane = engine.targets[target_index], engine.rig.targets[target_index]
+    views = target_lane.batch.views[bucket]
+    with target_lane.lane.on_stream():
+        target_lane.batch.taps.fill_(float("nan"))
+        engine.data.fill(bucket, round_index, views)
+        target.extract(views.input_ids, views.taps)
+        lengths = views.lengths.tolist()
+        alone = []
+        for r, length in enumerate(lengths):
+            taps = torch.empty_like(views.taps[r : r + 1, :length])
+            target.extract(views.input_ids[r : r + 1, :length].contiguous(), taps)
+            alone.append(taps)
+        differences = [relative_difference(views.taps[r, :n], alone[r][0]) for r, n in enumerate(lengths)]
+        for r, length in enumerate(lengths):
+            views.taps[r, length:].fill_(float("nan"))
+    target_lane.lane.synchronize()
+    static = drafter.batch.views[bucket]
+    with drafter.lane.on_stream():
+        if static is not views:
+            drafter.batch.read(bucket, target_lane.batch)
+        drafter.random_weights(round_index)
+        gradients, sums = run_micro_step(drafter, static)
+        total_gradients, total_sums = torch.zeros_like(gradients), torch.zeros_like(sums)
+        for r, length in enumerate(lengths):
+            row_gradients, row_sums = run_micro_step(
+                drafter, unpadded_row(static, r, length, alone[r].to(drafter.device))
+            )
+            total_gradients += row_gradients
+            total_sums += row_sums
+        differences += [relative_difference(gradients, total_gradients), relative_difference(sums, total_sums)]
+        drafter.clear()
+    drafter.lane.synchronize()
+    worst = max(differences)
+    allowed = PADDING_TOLERANCE[target.dtype]
+    if not worst <= allowed:  # NaN fails too
+        raise CaptureError(
+            f"bucket {bucket.name}: padded rows differ from the rows alone by {worst:.1e} (allowed {allowed:.0e}): a "
+            f"pad reaches real tokens in target family {target.config.model_type!r} or in the drafter"
+        )
+    return worst
+
+
+def run_micro_step(drafter: DrafterLane, views: BatchViews) -> tuple[Tensor, Tensor]:
+    """Gradients and sums of one eager micro-step from zero."""
+    drafter.clear()
+    drafter.forward_backward(views)
+    return drafter.flat.grads.clone(), drafter.sums.clone()
+
+
+def unpadded_row(views: BatchViews, r: int, length: int, taps: Tensor) -> BatchViews:
+    """Row r of a bucket as fresh tensors of its own size: R = 1, S = its length, A = its valid anchors."""
+    valid = int(views.anchor_valid[0, r].sum())
+    return BatchViews(
+        input_ids=views.input_ids[r : r + 1, :length].clone(),
+        loss_mask=views.loss_mask[r : r + 1, :length].clone(),
+        lengths=views.lengths[r : r + 1].clone(),
+        anchor_positions=views.anchor_positions[:1, r : r + 1, :valid].clone(),
+        anchor_valid=views.anchor_valid[:1, r : r + 1, :valid].clone(),
+        taps=taps,
+    )
+
+
+def relative_difference(found: Tensor, reference: Tensor) -> float:
+    scale = reference.abs().max().clamp(min=1e-20)
+    return float((found.float() - reference.float()).abs().max() / scale.float())

@@ -1,0 +1,71 @@
+"""Plain-PyTorch twins of the kernels: the truth that tests compare with, and the path that runs without a GPU.
+
+A twin has the name and the signature of its kernel. It is differentiated by autograd, never waits for the device and
+never lets data choose a shape, so it can be captured as well. It does not try to be lean: score matrices are dense.
+"""
+
+import torch
+from torch import Tensor
+
+
+def anchor_attention(
+    q: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    block_k: Tensor,
+    block_v: Tensor,
+    anchor_positions: Tensor,
+    anchor_valid: Tensor,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attend from every draft block to the context before its anchor and to the block itself.
+
+    Args:
+        q: [R, A, K, H, C], the queries of the draft blocks.
+        context_k, context_v: [R, S, G, C], H a multiple of G. Positions at or after a row's last anchor are never used.
+        block_k, block_v: [R, A, K, G, C], the draft blocks' own keys and values.
+        anchor_positions: [R, A] int32, ascending among the valid ones, which come first.
+        anchor_valid: [R, A] bool. False in pad slots.
+        window: None for a full layer: context kv < a, and the whole block. W for a sliding layer: context kv < a within
+            the W newest positions that slot k may see, kv >= a + k - (W - 1), and the block up to and including slot k.
+        scale: factor on q.k before the softmax.
+    Returns:
+        [R, A, K, H, C] in q's dtype. Zero in invalid blocks, and so are all gradients from and to them.
+    Source: the block mask of the DFlash paper; softmax in float32 (float64 for float64 inputs).
+    """
+    R, A, K, H, C = q.shape
+    S, G = context_k.shape[1:3]
+    M = H // G  # query heads per kv head
+    compute = torch.promote_types(q.dtype, torch.float32)
+    valid = anchor_valid.view(R, A, 1, 1, 1)
+    anchors = torch.where(anchor_valid, anchor_positions, 0)
+
+    # Pads may hold anything, NaN included. A zero probability does not hide a NaN value, nor a zero gradient a NaN key:
+    # they are replaced before the first product.
+    kv = torch.arange(S, device=q.device)
+    reachable = (kv < anchors.amax(dim=1, keepdim=True)).view(R, S, 1, 1)
+    query = torch.where(valid, q, 0).to(compute).view(R, A, K, G, M, C).permute(0, 3, 1, 2, 4, 5)  # [R, G, A, K, M, C]
+    context_k = torch.where(reachable, context_k, 0).to(compute).transpose(1, 2)  # [R, G, S, C]
+    context_v = torch.where(reachable, context_v, 0).to(compute).transpose(1, 2)
+    block_k = torch.where(valid, block_k, 0).to(compute).permute(0, 3, 1, 2, 4)  # [R, G, A, K, C]
+    block_v = torch.where(valid, block_v, 0).to(compute).permute(0, 3, 1, 2, 4)
+
+    slot = torch.arange(K, device=q.device)
+    hidden = kv >= anchors.view(R, A, 1, 1)  # [R, A, 1, S], for a sliding layer [R, A, K, S]
+    query = query * scale
+    context_scores = (query.reshape(R, G, A * K * M, C) @ context_k.transpose(-1, -2)).view(R, G, A, K, M, S)
+    block_scores = (query.reshape(R, G, A, K * M, C) @ block_k.transpose(-1, -2)).view(R, G, A, K, M, K)
+    if window is not None:
+        oldest = anchors.view(R, A, 1) + slot - (window - 1)
+        hidden = hidden | (kv < oldest.unsqueeze(-1))
+        block_scores.masked_fill_((slot > slot.view(K, 1)).view(K, 1, K), float("-inf"))
+    context_scores.masked_fill_(hidden.view(R, 1, A, -1, 1, S), float("-inf"))
+
+    # An invalid block attends to its own zeros: no softmax is ever empty.
+    probability = torch.cat([context_scores, block_scores], dim=-1).softmax(dim=-1)
+    from_context, from_block = probability.split([S, K], dim=-1)
+    out = (from_context.reshape(R, G, A * K * M, S) @ context_v).view(R, G, A, K * M, C)
+    out = out + from_block.reshape(R, G, A, K * M, K) @ block_v
+    out = out.view(R, G, A, K, M, C).permute(0, 2, 3, 1, 4, 5).reshape(R, A, K, H, C)
+    return torch.where(valid, out, 0).to(q.dtype)

@@ -1,0 +1,81 @@
+"""Every kernel configuration compiles for each supported card without one, and fits its shared memory.
+
+The interpreter of the other kernel tests shows neither. It is switched on for a whole process, so the compiler runs in
+one of its own: this file, as a script.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Shared memory that one block may use, in KiB, by compute capability.
+SHARED_KIB = {80: 163, 90: 227, 120: 99}
+
+
+@pytest.fixture(scope="module")
+def compilers() -> dict[int, subprocess.Popen]:
+    """One compiler process per card, side by side: they are the longest part of the suite."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"  # the compiler's default, which it warns about when left unsaid
+    started = {}
+    for capability in SHARED_KIB:
+        command = [sys.executable, "-W", "error", __file__, str(capability)]
+        started[capability] = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    return started
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_anchor_attention_fits_the_shared_memory_of(capability: int, compilers: dict[int, subprocess.Popen]) -> None:
+    output, errors = compilers[capability].communicate()
+    assert compilers[capability].returncode == 0, errors
+    shared_bytes = json.loads(output)
+    too_large = {name: size for name, size in shared_bytes.items() if size > SHARED_KIB[capability] * 1024}
+    assert shared_bytes and not too_large
+
+
+def compile_anchor_attention(capability: int) -> dict[str, int]:
+    """Shared memory in bytes of each kernel, element size, head_dim and kind of layer."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from draftgraph.kernels import anchor_attention_kernels as kernels
+    from draftgraph.kernels.anchor_attention import TILES
+
+    shared_bytes = {}
+    layers = [(key, 2048) for key in TILES] + [((2, 64), None)]
+    for (element_size, head_dim), window in layers:
+        tile = TILES[element_size, head_dim]
+        constants = {"H": 32, "G": 8, "C": head_dim, "DRAFT_BLOCK": 16, "WINDOW": window, "ALL_ANCHORS": 512}
+        constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        types = {"lse": "*fp32", "delta": "*fp32", "positions": "*i32", "valid": "*i1", "S": "i32", "A": "i32"}
+        types |= {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        for kernel in (
+            kernels.forward_kernel,
+            kernels.query_gradient_kernel,
+            kernels.context_gradient_kernel,
+            kernels.block_gradient_kernel,
+        ):
+            names = kernel.arg_names
+            signature = {name: types.get(name, "*bf16" if element_size == 2 else "*fp32") for name in names}
+            # A launch sees that addresses and sizes are multiples of 16: without it loads are narrow and not staged.
+            aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name in ("S", "A")]
+            source = ASTSource(
+                kernel,
+                signature,
+                {name: constants[name] for name in names if name in constants},
+                {(i,): [["tt.divisibility", 16]] for i in aligned},
+            )
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            shared_bytes[f"{kernel.__name__} {element_size} {head_dim} {window}"] = compiled.metadata.shared
+    return shared_bytes
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_anchor_attention(int(sys.argv[1]))))
