@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
 from draftgraph.engine.config import Profile
 from draftgraph.engine.data.anchors import AnchorDraw
@@ -22,7 +20,7 @@ from draftgraph.engine.data.shards import RandomRows, Selected, ShardReader
 from draftgraph.engine.errors import DataError, UsageError
 from draftgraph.engine.models.drafter import DrafterShape, default_target_layer_ids
 from draftgraph.engine.models.loss import LossRule
-from draftgraph.engine.models.target import EMBEDDED, load_config
+from draftgraph.engine.models.target import EMBEDDED, decoder_on_meta, load_config
 
 # SmolLM2 has no mask token and no spare embedding row: <empty_output>. Qwen3.5/3.6: the id its released drafters use.
 KNOWN_MASK_TOKENS = {"smollm2": 16, "qwen3_5_text": 248070}
@@ -238,9 +236,7 @@ def flop_model(config: Any, shape: DrafterShape, reuse: int) -> FlopModel:
 
 def matrix_parameters(config: Any, last_layer: int) -> int:
     """Parameters of the target's layers 0 to `last_layer` that a GEMM reads, from the module itself, without memory."""
-    with torch.device("meta"):
-        decoder = transformers.AutoModelForCausalLM.from_config(config).get_decoder()
-    layers = decoder.layers[: last_layer + 1]
+    layers = decoder_on_meta(config).layers[: last_layer + 1]
     return sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() == 2)
 
 
@@ -252,9 +248,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     batch = max(layout.num_bytes for layout in plan.layouts.values()) + largest_context * plan.taps_size * size
     embedding = shape.vocab_size * shape.hidden_size * size
     head = 0 if getattr(plan.target_config, "tie_word_embeddings", False) else embedding
-    with torch.device("meta"):
-        decoder = transformers.AutoModelForCausalLM.from_config(plan.target_config).get_decoder()
-    target_weights = sum(p.numel() for p in decoder.parameters()) * size + head
+    target_weights = sum(p.numel() for p in decoder_on_meta(plan.target_config).parameters()) * size + head
     parameters = shape.num_parameters
     state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
     draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)

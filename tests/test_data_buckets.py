@@ -54,7 +54,7 @@ def test_a_row_goes_to_the_cheapest_bucket_that_holds_it():
 
 
 def test_a_row_that_no_bucket_holds_is_a_readable_error():
-    with pytest.raises(DataError, match="row 1 has 65 tokens and 3 anchors.*r1-s64-a8"):
+    with pytest.raises(DataError, match=r"row 1 has 65 tokens and 3 anchors.*r1-s64-a8"):
         assign(np.array([5, 65]), np.array([3, 3]), [Bucket(1, 64, 8)], flops)
 
 

@@ -23,8 +23,8 @@ TAGGED = (
 # As Qwen3: the last answer gets a think block, even an empty one, and earlier answers lose theirs.
 REWRITING = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.last %}<think>\n{{ m['reasoning_content'] or '' }}\n</think>\n\n{% endif %}"
-    "{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n{{ m['reasoning_content'] or '' }}\n</think>\n\n"
+    "{% endif %}{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 # As Qwen3.5: every answer has a think block, tool calls want mappings, and a generation prompt opens the block.
 THINKING = (

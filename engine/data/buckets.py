@@ -19,7 +19,7 @@ from draftgraph.engine.errors import DataError
 
 RowFlops = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
-# Candidate edges per axis; time grows with the cube. Exact for 4096 tokens in steps of 64 and 512 anchors in steps of 8.
+# Candidate edges per axis; time grows with the cube. Exact for 4096 tokens in steps of 64 and 512 anchors in eights.
 MAX_EDGES = 64
 ANCHOR_MULTIPLE = 8
 
@@ -130,7 +130,7 @@ def _cheapest(rows: np.ndarray, edges: np.ndarray, row_flops: RowFlops) -> tuple
 
 
 def _polish(edges: np.ndarray, shapes: np.ndarray, weights: np.ndarray, row_flops: RowFlops) -> np.ndarray:
-    """Move one edge of one bucket at a time to where the rows cost least, until no move helps; then shrink to the rows."""
+    """Move one edge of one bucket at a time to where the rows cost least, while that helps; then shrink to the rows."""
     edges, moved = edges.copy(), True
     while moved:
         moved = False

@@ -91,7 +91,7 @@ class Template:
             if not (text.startswith(after) and after.startswith(before)):
                 return []
             # A generation prompt may open a think block that a finished turn lacks: the header ends where they part.
-            start = _shared(prompt, after)
+            start = max(len(before), _shared(prompt, after))
             spans.append((start, self._end_of_turn(text, start, len(after))))
         return spans
 

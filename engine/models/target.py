@@ -9,6 +9,7 @@ Does not do: padding masks. Rows are right-padded and every op is causal, so pad
 import functools
 import json
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
     if name.startswith(RANDOM_PREFIX):
         config = load_config(name)
         # A generator per device: the weights of a random target are the same in every process, not on every device.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device_defaults(dtype, device):
+        rng = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with quiet(), rng, device_defaults(dtype, device):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     else:
@@ -111,10 +113,19 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
     return model.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
+def decoder_on_meta(config: Any) -> nn.Module:
+    """The target's decoder without memory: its layers and the shapes of their parameters."""
+    with quiet(), torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).get_decoder()
+
+
 class quiet:
-    """Silence transformers' progress bars and advice; ours is the only bar on the screen."""
+    """Silence transformers' progress bars and advice, and fla's on a machine without a GPU; ours is the only bar."""
 
     def __enter__(self) -> None:
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
+        warnings.filterwarnings("ignore", module="fla")
         self.level = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity(logging.ERROR)
         transformers.logging.disable_progress_bar()
@@ -122,6 +133,7 @@ class quiet:
     def __exit__(self, *_: object) -> None:
         transformers.logging.set_verbosity(self.level)
         transformers.logging.enable_progress_bar()
+        self.warnings.__exit__(None, None, None)
 
 
 class device_defaults:

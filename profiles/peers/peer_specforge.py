@@ -16,6 +16,7 @@ gradients accumulated in between.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import pathlib
 import sys
@@ -231,9 +232,8 @@ if not cpu:
     optimizer.step()
     sync()
     marks.append(time.perf_counter())
-    out["split_s"] = dict(
-        zip(["target", "forward", "backward", "optimizer"], [round(b - a, 4) for a, b in zip(marks, marks[1:])])
-    )
+    parts = [round(later - earlier, 4) for earlier, later in itertools.pairwise(marks)]
+    out["split_s"] = dict(zip(["target", "forward", "backward", "optimizer"], parts, strict=True))
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
         step(batch())
         sync()

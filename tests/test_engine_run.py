@@ -1,0 +1,168 @@
+"""A run from end to end in miniature: determinism, resume, many logical devices, awkward rows."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny import VOCAB, ordinary_rows, tiny_profile
+
+from draftgraph.engine.errors import CaptureError, RunError
+from draftgraph.engine.plan import make_plan
+from draftgraph.engine.run import checkpoint
+from draftgraph.engine.train import train
+
+QUIET = Console(quiet=True)
+
+
+def run(profile, folder, resume=False):
+    return train(profile, folder, resume, QUIET)
+
+
+def masters(folder, step):
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "state.safetensors")
+
+
+def assert_same_bits(left, right):
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text"])
+def test_a_run_trains_and_leaves_a_whole_run_folder(tmp_path, family):
+    profile = tiny_profile(tmp_path, family, run={"steps": 20}, checkpoint={"every": 10})
+    summary = run(profile, tmp_path / "run")
+    assert summary["steps"] == 20 and summary["loss_last"] < summary["loss_first"]
+    assert summary["alloc_bytes_per_step"] is None  # nothing was measured on a CPU, so nothing is claimed
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "profile.toml",
+        "receipt.json",
+        "warmup.json",
+        "metrics.jsonl",
+        "checkpoints",
+    }
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    warm = json.loads((tmp_path / "run" / "warmup.json").read_text())
+    assert warm["verified"] and warm["mode"] == "eager" and len(warm["graphs"]) == 2 * 3 + 1
+
+
+def test_the_same_profile_and_seed_give_the_same_bits(tmp_path):
+    profile = tiny_profile(tmp_path)
+    run(profile, tmp_path / "a")
+    run(profile, tmp_path / "b")
+    assert_same_bits(masters(tmp_path / "a", 6), masters(tmp_path / "b", 6))
+
+
+@pytest.mark.parametrize("reuse", [1, 3])
+def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path, reuse):
+    # 2 micro-steps a step and 3 repeats: the checkpoint after step 2 lies in the middle of an extraction.
+    whole = tiny_profile(tmp_path, drafter={"reuse": reuse}, checkpoint={"every": 2})
+    run(whole, tmp_path / "whole")
+    run(whole, tmp_path / "parts")
+    for step in (4, 6):  # as if the process had died after step 2
+        for path in (tmp_path / "parts" / "checkpoints" / f"step-{step:06d}").iterdir():
+            path.unlink()
+    resumed = run(whole, tmp_path / "parts", resume=True)
+    assert resumed["steps"] == 6
+    assert_same_bits(masters(tmp_path / "whole", 6), masters(tmp_path / "parts", 6))
+    lines = [json.loads(line)["step"] for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_targets_and_two_drafters_train_the_weights_of_one_of_each(tmp_path):
+    one = tiny_profile(tmp_path)
+    two = tiny_profile(
+        tmp_path, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu", "cpu"], "look_ahead": 2}
+    )
+    run(one, tmp_path / "one")
+    run(two, tmp_path / "two")
+    left, right = masters(tmp_path / "one", 6), masters(tmp_path / "two", 6)
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=2e-4, atol=2e-6)
+
+
+def test_accumulation_over_reuse_uses_fresh_anchors(tmp_path):
+    once = run(tiny_profile(tmp_path, optim={"accumulate": 1}), tmp_path / "once")
+    thrice = run(tiny_profile(tmp_path, drafter={"reuse": 3}, optim={"accumulate": 3}), tmp_path / "thrice")
+    targets = sum(n for key, n in thrice["replays_per_graph"].items() if key.startswith("target"))
+    drafters = sum(n for key, n in thrice["replays_per_graph"].items() if key.startswith("drafter"))
+    assert targets == 6 and drafters == 18
+    assert once["loss_last"] != thrice["loss_last"]
+
+
+def test_awkward_rows_train_or_are_counted_and_never_stop_the_run(tmp_path):
+    k = 4
+    rows = [
+        (1, []),
+        (1, [0]),
+        (2, [0, 1]),
+        (k - 1, [0, 1, 2]),
+        (k, [1, 2, 3]),
+        (k + 1, [0, 1, 2, 3, 4]),
+        (20, []),
+        (20, [7]),
+        (20, [19]),
+        (20, [18, 19]),
+        (20, [0, 1]),
+        *ordinary_rows(4),
+    ]
+    profile = tiny_profile(tmp_path, rows=rows, run={"steps": 12})
+    plan = make_plan(profile)
+    assert plan.rows_without_anchor == 5
+    assert run(profile, tmp_path / "run")["steps"] == 12
+    assert all(torch.isfinite(x).all() for x in masters(tmp_path / "run", 12).values())
+
+
+def test_a_number_gone_bad_keeps_the_old_state_and_is_counted(tmp_path):
+    profile = tiny_profile(tmp_path, optim={"lr": 1e30})
+    summary = run(profile, tmp_path / "run")
+    assert summary["skipped_updates"] > 0
+    assert all(torch.isfinite(x).all() for x in masters(tmp_path / "run", 6).values())
+
+
+def test_a_pad_that_reaches_real_tokens_is_refused_at_warm_up(tmp_path, monkeypatch):
+    from draftgraph.engine.models.target import Target
+
+    extract = Target.extract
+
+    def leaky(self, input_ids, taps):
+        extract(self, input_ids, taps)
+        taps += input_ids[:, -1:, None]  # the last position of a row, a pad in most
+
+    monkeypatch.setattr(Target, "extract", leaky)
+    monkeypatch.setattr(Target, "check_against_module", lambda self: None)
+    with pytest.raises(CaptureError, match=r"bucket r\d+-s\d+-a\d+: padded rows differ"):
+        run(tiny_profile(tmp_path), tmp_path / "run")
+
+
+def test_a_run_folder_is_neither_overwritten_nor_resumed_by_accident(tmp_path):
+    profile = tiny_profile(tmp_path)
+    with pytest.raises(RunError, match="no run to resume"):
+        run(profile, tmp_path / "run", resume=True)
+    run(profile, tmp_path / "run")
+    with pytest.raises(RunError, match="already holds a run"):
+        run(profile, tmp_path / "run")
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
+    profile = tiny_profile(tmp_path)
+    run(profile, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-000006" / "state.safetensors").write_bytes(b"torn")
+    assert checkpoint.newest(folder).name == "step-000003"
+
+
+def test_a_checkpoint_of_another_drafter_is_refused_by_field(tmp_path):
+    run(tiny_profile(tmp_path), tmp_path / "run")
+    other = tiny_profile(tmp_path, run={"seed": 4})
+    with pytest.raises(RunError, match="seed = 3, the profile gives 4"):
+        run(other, tmp_path / "run", resume=True)
+
+
+def test_vocabulary_and_mask_token_are_checked_before_anything_is_loaded(tmp_path):
+    from draftgraph.engine.errors import UsageError
+
+    with pytest.raises(UsageError, match=f"{VOCAB} rows"):
+        make_plan(tiny_profile(tmp_path, drafter={"mask_token_id": VOCAB}))
