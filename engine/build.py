@@ -81,8 +81,7 @@ class Engine:
 
     @property
     def devices(self) -> list[torch.device]:
-        lanes = (*self.rig.targets, *self.rig.drafters)
-        return sorted({lane.lane.device for lane in lanes}, key=str)
+        return sorted({lane.device for lane in self.rig.lanes}, key=str)
 
     def initialise(self) -> None:
         """The state before step 1, from the profile's seed; every drafter the same."""
@@ -109,8 +108,8 @@ class Engine:
                         torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())
 
     def close(self) -> None:
-        for lane in (*self.rig.targets, *self.rig.drafters):
-            lane.lane.close()
+        for lane in self.rig.lanes:
+            lane.close()
 
 
 def pin(slot: Tensor) -> None:

@@ -65,7 +65,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class BucketsSection:
-    count: int = 6
+    count: int = 12
     max_context: int = 4096
     context_tokens: int = 8192  # R*S of a bucket, at most
     draft_tokens: int = 65536  # R*A*K of a bucket, at most
@@ -202,6 +202,11 @@ def check(profile: Profile) -> None:
     drafter, placement = profile.drafter, profile.placement
     if not 2 <= drafter.block_size <= 16:
         raise UsageError(f"profile: drafter.block_size is 2 to 16, found {drafter.block_size}")
+    if profile.buckets.max_context > profile.buckets.context_tokens:
+        raise UsageError(
+            f"profile: buckets.context_tokens ({profile.buckets.context_tokens}) cannot hold one row of "
+            f"buckets.max_context ({profile.buckets.max_context}) tokens; raise the former or lower the latter"
+        )
     if drafter.sliding_layers > drafter.layers:
         raise UsageError(
             f"profile: drafter.sliding_layers ({drafter.sliding_layers}) is more than drafter.layers ({drafter.layers})"

@@ -162,9 +162,10 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
     section = profile.drafter
     num_layers = config.num_hidden_layers
     ids = tuple(section.target_layer_ids) or default_target_layer_ids(section.taps, num_layers)
-    if not all(0 <= i < num_layers for i in ids) or list(ids) != sorted(set(ids)):
+    # The last layer's output is not a tap: what others call its hidden state has passed the final norm.
+    if not all(0 <= i < num_layers - 1 for i in ids) or list(ids) != sorted(set(ids)):
         raise UsageError(
-            f"profile: drafter.target_layer_ids {list(ids)} must be ascending target layers, 0 to {num_layers - 1}"
+            f"profile: drafter.target_layer_ids {list(ids)} must be ascending target layers, 0 to {num_layers - 2}"
         )
     heads = section.heads or config.num_attention_heads
     kv_heads = section.kv_heads or (heads if section.heads else config.num_key_value_heads)

@@ -32,7 +32,7 @@ def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
         CaptureError: a graph cannot be captured, or does not replay to the eager run's bits, or padding leaks.
     """
     section = engine.plan.profile.capture
-    lanes = [lane.lane for lane in (*engine.rig.targets, *engine.rig.drafters)]
+    lanes = engine.rig.lanes
     started = time.perf_counter()
     phases = progress.add_task("warm up", total=4)
     try:

@@ -91,60 +91,38 @@ class _AnchorAttention(torch.autograd.Function):
         S, G = context_k.shape[1:3]
         tile = TILES[q.element_size(), C]
         assert tile.block_m >= K and H % G == 0
-        shape = {"H": H, "G": G, "C": C, "DRAFT_BLOCK": K, "WINDOW": window}
+        constants = {"H": H, "G": G, "C": C, "DRAFT_BLOCK": K, "WINDOW": window, "BLOCK_M": tile.block_m}
+        launch = constants | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         out = torch.empty_like(q)
         lse = torch.empty(R, H, A * K, dtype=torch.float32, device=q.device)
-        forward_kernel[(triton.cdiv(A, tile.block_m // K), H, R)](
-            *tensors, out, lse, S, A, scale, **shape, **_launch(tile)
-        )
+        grid = (triton.cdiv(A, tile.block_m // K), H, R)
+        forward_kernel[grid](*tensors, out, lse, S, A, scale, BLOCK_N=tile.block_n, **launch)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.shape, ctx.tile, ctx.scale = shape, tile, scale
+        ctx.tile, ctx.launch, ctx.scale = tile, launch, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, context_k, context_v, block_k, block_v, positions, valid, out, lse = ctx.saved_tensors
+        *inputs, positions, valid, out, lse = ctx.saved_tensors
+        q, context_k, context_v, block_k, block_v = inputs
         R, A, K, H, _ = q.shape
         S, G = context_k.shape[1:3]
-        tile, scale = ctx.tile, ctx.scale
+        tile, launch, scale = ctx.tile, ctx.launch, ctx.scale
         dout = dout.contiguous()
-        grads = dq, dk, dv, dbk, dbv = [torch.empty_like(t) for t in (q, context_k, context_v, block_k, block_v)]
+        grads = [torch.empty_like(tensor) for tensor in inputs]
+        dq, context_dk, context_dv, block_dk, block_dv = grads
         delta = torch.empty_like(lse)
         query_tiles = triton.cdiv(A, tile.block_m // K)
-        anchors = (positions, valid)
-        rest = (lse, dout, delta)
-        query_gradient_kernel[(query_tiles, H, R)](
-            q,
-            context_k,
-            context_v,
-            block_k,
-            block_v,
-            *anchors,
-            out,
-            *rest,
-            dq,
-            S,
-            A,
-            scale,
-            **ctx.shape,
-            **_launch(tile),
+        # NOTE: the first kernel writes delta, which the other two read.
+        query_gradient_kernel[query_tiles, H, R](
+            *inputs, positions, valid, out, lse, dout, delta, dq, S, A, scale, BLOCK_N=tile.block_n, **launch
         )
-        context_gradient_kernel[(triton.cdiv(S, tile.block_n), G, R)](
-            q, context_k, context_v, *anchors, *rest, dk, dv, S, A, scale, **ctx.shape,
-            ALL_ANCHORS=triton.next_power_of_2(A), **_launch(tile),
+        rest = (positions, valid, lse, dout, delta)
+        all_anchors = triton.next_power_of_2(A)
+        context_gradient_kernel[triton.cdiv(S, tile.block_n), G, R](
+            q, context_k, context_v, *rest, context_dk, context_dv, S, A, scale,
+            ALL_ANCHORS=all_anchors, BLOCK_N=tile.block_n, **launch,
         )  # fmt: skip
-        block_gradient_kernel[(query_tiles, G, R)](
-            q, block_k, block_v, *anchors, *rest, dbk, dbv, A, scale, **ctx.shape,
-            BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        block_gradient_kernel[query_tiles, G, R](q, block_k, block_v, *rest, block_dk, block_dv, A, scale, **launch)
         return *grads, None, None, None, None
-
-
-def _launch(tile: Tile) -> dict[str, int]:
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }

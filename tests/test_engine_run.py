@@ -73,9 +73,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path, reus
 
 def test_two_targets_and_two_drafters_train_the_weights_of_one_of_each(tmp_path):
     one = tiny_profile(tmp_path)
-    two = tiny_profile(
-        tmp_path, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu", "cpu"], "look_ahead": 2}
-    )
+    two = tiny_profile(tmp_path, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu", "cpu"], "look_ahead": 2})
     run(one, tmp_path / "one")
     run(two, tmp_path / "two")
     left, right = masters(tmp_path / "one", 6), masters(tmp_path / "two", 6)

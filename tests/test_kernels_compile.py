@@ -1,7 +1,8 @@
-"""Every kernel configuration compiles for each supported card without one, and fits its shared memory.
+"""The kernels compile for each supported card without one, and every tile fits its shared memory.
 
-The interpreter of the other kernel tests shows neither. It is switched on for a whole process, so the compiler runs in
-one of its own: this file, as a script.
+A tile's shared memory grows with head_dim, so each tile is compiled at the largest head_dim that it serves.
+The interpreter of the other kernel tests is switched on for a whole process, so the compiler runs in one of its own:
+this file, as a script.
 """
 
 import json
@@ -48,7 +49,9 @@ def compile_anchor_attention(capability: int) -> dict[str, int]:
     from draftgraph.kernels.anchor_attention import TILES
 
     shared_bytes = {}
-    layers = [(key, 2048) for key in TILES] + [((2, 64), None)]
+    largest = {(key[0], TILES[key]): key[1] for key in sorted(TILES)}
+    layers = [((element_size, head_dim), 2048) for (element_size, _), head_dim in largest.items()]
+    layers.append(((2, 64), None))
     for (element_size, head_dim), window in layers:
         tile = TILES[element_size, head_dim]
         constants = {"H": 32, "G": 8, "C": head_dim, "DRAFT_BLOCK": 16, "WINDOW": window, "ALL_ANCHORS": 512}

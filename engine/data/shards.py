@@ -239,26 +239,21 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-@dataclass(frozen=True)
 class Selected:
     """Some rows of a source, renumbered from 0."""
 
-    source: ShardReader | RandomRows
-    row_ids: np.ndarray  # [rows] int64
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.source.lengths[self.row_ids]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.source.vocab_size
+    def __init__(self, source: ShardReader | RandomRows, row_ids: np.ndarray) -> None:
+        self._source, self._row_ids = source, row_ids
+        self.lengths = source.lengths[row_ids]
+        self.vocab_size = source.vocab_size
 
     def __len__(self) -> int:
-        return len(self.row_ids)
+        return len(self._row_ids)
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.source[int(self.row_ids[row])]
+        """input_ids [n] int32 and loss_mask [n] bool of one row."""
+        return self._source[int(self._row_ids[row])]
 
     def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
-        return self.source.valid_anchors(rule, block_size)[self.row_ids]
+        """How many valid anchors each row has, [rows] int64."""
+        return self._source.valid_anchors(rule, block_size)[self._row_ids]

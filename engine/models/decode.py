@@ -35,12 +35,13 @@ class Decoded:
 class CachedTarget:
     """A target's own module with its cache, for one row."""
 
-    def __init__(self, model: nn.Module):
-        self.model: Any = model
+    def __init__(self, model: Any):
+        self.model = model
         self.cache = DynamicCache(config=model.config)
         self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        self.recurrent = [layer for layer in self.cache.layers if hasattr(layer, "recurrent_states")]
-        self.attention = [layer for layer in self.cache.layers if not hasattr(layer, "recurrent_states")]
+        layers: list[Any] = self.cache.layers
+        self.recurrent = [layer for layer in layers if hasattr(layer, "recurrent_states")]
+        self.attention = [layer for layer in layers if not hasattr(layer, "recurrent_states")]
         for layer in self.attention:
             if layer.is_sliding:
                 layer.activate_past_recording()  # else a window that is full cannot be cropped

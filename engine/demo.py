@@ -1,0 +1,128 @@
+"""`draftgraph demo`: the whole job on a small real model, and what came of it in words a newcomer understands."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+
+from draftgraph.engine import plan as planning
+from draftgraph.engine.config import load_profile
+from draftgraph.engine.data.prepare import prepare
+from draftgraph.engine.data.template import Template
+from draftgraph.engine.evaluate import HUMAN_EVAL
+from draftgraph.engine.models.export import export_zlab
+from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenizer
+from draftgraph.engine.saved import evaluate_saved, load_saved
+from draftgraph.engine.show import show_plan
+from draftgraph.engine.train import train
+
+CONVERSATIONS = Path(__file__).resolve().parents[1] / "profiles" / "data" / "smollm2-code.jsonl"
+NUM_PROMPTS, NEW_TOKENS = 16, 64
+
+
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or the next free name beside it: an earlier demo is never overwritten."""
+    number, folder = 1, wanted
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def demo(wanted: Path, console: Console) -> dict[str, Any]:
+    """Prepare, plan, train, evaluate before and after, export; returns the summary."""
+    on_gpu = torch.cuda.is_available()
+    name = "smollm2-gpu" if on_gpu else "smollm2-cpu"
+    folder = free_folder(wanted)
+    shards = folder / "shards"
+    started = time.perf_counter()
+
+    def chapter(number: int, title: str) -> None:
+        minutes, seconds = divmod(int(time.perf_counter() - started), 60)
+        console.rule(f"[bold]{number}/5 {title}[/]  ({minutes}:{seconds:02d})", align="left")
+
+    profile = load_profile(name, [f'data.shards="{shards}"'])
+    chapter(1, f"prepare: {CONVERSATIONS.name} through the chat template of SmolLM2-135M-Instruct")
+    prepare(
+        [CONVERSATIONS],
+        Template(load_tokenizer(EMBEDDED)),
+        shards,
+        max_context=profile.buckets.max_context,
+        block_size=profile.drafter.block_size,
+        vocab_size=load_config(EMBEDDED).vocab_size,
+        anchor_rule=profile.drafter.anchor_rule,
+        progress=True,
+    )
+    chapter(2, f"plan: profile {name}")
+    show_plan(console, planning.summary(planning.make_plan(profile)))
+    chapter(
+        3, "train: warm up and " + ("capture CUDA graphs" if on_gpu else "run eagerly (no GPU)") + ", then the steps"
+    )
+    trained = train(profile, folder, False, console)
+    chapter(4, f"evaluate: {NUM_PROMPTS} HumanEval prompts, real speculative decoding, before and after training")
+    saved = load_saved(folder)
+    measured = evaluate_saved(saved, "", HUMAN_EVAL, NUM_PROMPTS, NEW_TOKENS, with_untrained=True)
+    chapter(5, "export: the drafter in z-lab's form, for SGLang and vLLM")
+    card = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "steps": trained["steps"]}
+    exported = export_zlab(
+        folder / "drafter", saved.drafter, load_config(EMBEDDED), card={**card, "acceptance": measured["acceptance"]}
+    )
+    summary = {
+        "profile": name,
+        "run": str(folder),
+        "seconds": round(time.perf_counter() - started, 1),
+        "steps": trained["steps"],
+        "real_tokens_per_s": trained["real_tokens_per_s"],
+        "acceptance_untrained": measured["untrained"]["acceptance"],
+        "acceptance_trained": measured["acceptance"],
+        "acceptance_gain": measured["acceptance"] - measured["untrained"]["acceptance"],
+        "acceptance_per_slot": measured["acceptance_per_slot"],
+        "simulated_acceptance_before": trained["acceptance_before"],
+        "simulated_acceptance_after": trained["acceptance_after"],
+        "identical_to_greedy": measured["identical_to_greedy"] and measured["untrained"]["identical_to_greedy"],
+        "loss_first": trained["loss_first"],
+        "loss_last": trained["loss_last"],
+        "graphs": trained["graphs"],
+        "alloc_bytes_per_step": trained["alloc_bytes_per_step"],
+        "device_used_range_bytes": trained["device_used_range_bytes"],
+        "export": exported["path"],
+        "receipt": trained["receipt"],
+    }
+    console.print(story(summary))
+    return summary
+
+
+def story(s: dict[str, Any]) -> Panel:
+    """What a newcomer should take away."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("", "[bold]before[/]", "[bold]after training[/]")
+    table.add_row(
+        "tokens per forward of the target, measured on HumanEval",
+        f"{s['acceptance_untrained']:.3f}",
+        f"[bold green]{s['acceptance_trained']:.3f}[/]",
+    )
+    table.add_row(
+        "the same, simulated on the training rows",
+        f"{s['simulated_acceptance_before']:.3f}",
+        f"{s['simulated_acceptance_after']:.3f}",
+    )
+    table.add_row("training loss", f"{s['loss_first']:.2f}", f"{s['loss_last']:.2f}")
+    same = "identical to" if s["identical_to_greedy"] else "[bold red]NOT identical to[/]"
+    mode = f"{s['graphs']} captured CUDA graphs" if s["graphs"] else "eager on CPU, no graphs"
+    text = (
+        "A small drafter learned to guess the next words of SmolLM2-135M-Instruct. The model checks\n"
+        "each guess in one forward, so its answers stay the same and come in fewer forwards.\n"
+        "(1.000 means that no guess was right: the token that each check yields anyway is counted.)\n"
+    )
+    rest = (
+        f"\nAnswers {same} plain greedy decoding.\n"
+        f"{s['steps']} steps, {mode}, {s['seconds'] / 60:.1f} minutes in all.\n"
+        f"Run folder: {s['run']} (metrics.jsonl, warmup.json, receipt.json)\n"
+        f"Drafter for SGLang and vLLM: {s['export']}\n"
+        f"Next: draftgraph eval {s['run']} --num-prompts 32, or your own data: draftgraph prepare --help"
+    )
+    return Panel(Group(text, table, rest), title="[bold]draftgraph demo[/]", title_align="left", expand=False)

@@ -1,0 +1,169 @@
+"""The command line: its frozen interface, and bad input as one readable message."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+from tiny import profile_values, write_target
+
+from draftgraph.engine.cli import main, parser
+
+INTERFACE = {
+    "prepare": ["inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"],
+    "plan": ["profile", "--run", "--set", "--json"],
+    "warmup": ["profile", "--run", "--set", "--json"],
+    "train": ["profile", "--run", "--set", "--resume", "--json"],
+    "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
+    "export": ["source", "--out", "--format", "--target", "--json"],
+    "regenerate": ["prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--json"],
+    "demo": ["--run", "--json"],
+}
+
+
+def commands():
+    return parser()._subparsers._group_actions[0].choices
+
+
+def test_the_interface_is_frozen():
+    found = {
+        name: {a.option_strings[0] if a.option_strings else a.dest for a in sub._actions} - {"-h"}
+        for name, sub in commands().items()
+    }
+    assert found == {name: set(options) for name, options in INTERFACE.items()}
+
+
+def test_every_command_teaches_with_an_example(capsys):
+    for name, sub in commands().items():
+        assert "draftgraph" in sub.format_help() and sub.epilog, name
+    with pytest.raises(SystemExit) as exit_info:
+        main([])
+    assert exit_info.value.code == 2
+
+
+def profile_file(tmp_path, **changes):
+    path = tmp_path / "tiny.toml"
+    path.write_text(tomli_w.dumps(profile_values(tmp_path, **changes)))
+    return str(path)
+
+
+def test_train_prints_the_whole_summary_as_the_last_line_of_stdout(tmp_path, capsys):
+    status = main(["train", profile_file(tmp_path), "--run", str(tmp_path / "run"), "--set", "run.steps=2", "--json"])
+    assert status == 0
+    summary = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert set(summary) >= {
+        "steps",
+        "loss_first",
+        "loss_last",
+        "acceptance_before",
+        "acceptance_after",
+        "real_tokens_per_s",
+        "padding_efficiency",
+        "graphs",
+        "replays",
+        "alloc_bytes_per_step",
+        "device_used_range_bytes",
+        "host_syncs_per_step",
+        "receipt",
+    }
+    receipt = json.loads(Path(summary["receipt"]).read_text())
+    assert {
+        "workload",
+        "gpu",
+        "driver",
+        "torch",
+        "triton",
+        "commit",
+        "date",
+        "profile",
+        "ours",
+        "peer",
+        "ratio",
+    } <= set(receipt)
+
+
+def test_plan_and_warmup_print_their_summaries(tmp_path, capsys):
+    profile = profile_file(tmp_path)
+    assert main(["plan", profile, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"buckets", "padding_efficiency", "device_bytes", "tokens_per_s", "split", "bound_by"} <= set(plan)
+    assert main(["warmup", profile, "--run", str(tmp_path / "run"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    warm = json.loads(out.splitlines()[-1])
+    assert {"mode", "graphs", "pool_bytes", "seconds", "verified"} <= set(warm)
+    assert "EAGERLY" in err and warm["pool_bytes"] is None
+
+
+def failure(capsys, *arguments):
+    status = main(list(arguments))
+    err = " ".join(capsys.readouterr().err.split())
+    assert "Traceback" not in err
+    return status, err
+
+
+def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
+    path = profile_file(tmp_path)
+    for assignment, expected in [
+        ("drafter.blok_size=8", "did you mean 'block_size'"),
+        ("optimm.lr=1", "did you mean 'optim'"),
+        ("run.steps=many", "run.steps takes int"),
+        ("run.steps=0", "above 0"),
+        ("drafter.block_size=17", "2 to 16"),
+        ("capture.mode=graph", "needs a CUDA device"),
+        ("placement.targets=['cuda:0']", "look_ahead"),
+        ("data.random_lengths=x.json", "name the data once"),
+        ("target.model=random:none", "no model shape"),
+        ("drafter.mask_token_id=500", "not a row of the target's embedding"),
+        ("drafter.target_layer_ids=[9]", "ascending target layers"),
+        ("steps=3", "section.key=value"),
+    ]:
+        status, err = failure(capsys, "plan", path, "--set", assignment)
+        assert status == 2 and expected in err, (assignment, err)
+    assert failure(capsys, "plan", "nowhere")[0] == 2
+    (tmp_path / "torn.toml").write_text("[run\n")
+    assert failure(capsys, "plan", str(tmp_path / "torn.toml"))[0] == 2
+
+
+def test_a_gpu_that_is_not_there_is_status_2(tmp_path, capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    path = profile_file(tmp_path)
+    status, err = failure(
+        capsys,
+        *("train", path, "--run", str(tmp_path / "run"), "--set", "capture.mode=graph"),
+        *("placement.targets=['cuda:0']", "placement.drafters=['cuda:0']"),
+    )
+    assert status == 2 and "this machine has 0 CUDA devices" in err
+
+
+def test_data_errors_are_status_3(tmp_path, capsys):
+    path = profile_file(tmp_path)
+    status, err = failure(capsys, "plan", path, "--set", f"data.shards={tmp_path / 'gone'}")
+    assert status == 3 and "gone" in err
+    status, err = failure(capsys, "plan", path, "--set", "buckets.max_context=16")
+    assert status == 3 and "--max-context 16" in err
+    status, err = failure(capsys, "plan", profile_file(tmp_path, rows=[(9, [3])]))
+    assert status == 3 and "valid anchor" in err
+
+
+def test_eval_and_export_refuse_what_is_not_a_drafter(tmp_path, capsys):
+    status, err = failure(capsys, "eval", str(tmp_path))
+    assert status == 2 and "neither a run folder" in err
+    status, err = failure(capsys, "export", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert status == 2
+
+
+def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", profile_file(tmp_path), "--run", str(run)]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "drafter"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["format"] == "zlab" and summary["tensors"] == 3 + 11 * 2
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
+    assert (
+        main(["export", str(tmp_path / "drafter"), "--target", write_target(tmp_path), "--out", str(tmp_path / "b")])
+        == 0
+    )

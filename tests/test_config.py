@@ -1,0 +1,26 @@
+"""Profiles: the same TOML out, shipped ones that read, overrides."""
+
+import tomllib
+
+import pytest
+
+from draftgraph.engine.config import from_values, load_profile, to_toml
+from draftgraph.profiles.load import set_key, shipped
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_profile_reads_and_writes_the_same(name):
+    profile = load_profile(name)
+    assert from_values(tomllib.loads(to_toml(profile))) == profile
+
+
+def test_an_override_is_read_as_toml_and_else_as_a_string():
+    values: dict = {}
+    for text in ("run.steps=3", "optim.lr = 1e-3", "target.model=smollm2", "placement.targets=['cpu']"):
+        set_key(values, text)
+    assert values == {
+        "run": {"steps": 3},
+        "optim": {"lr": 1e-3},
+        "target": {"model": "smollm2"},
+        "placement": {"targets": ["cpu"]},
+    }

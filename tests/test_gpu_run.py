@@ -1,0 +1,78 @@
+"""Whole runs on a GPU: captured against eager, shared buffers against hand-off slots, steady state."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny import ordinary_rows, tiny_profile
+
+from draftgraph.engine.train import train
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda:0"
+
+
+def run(folder, name, dtype="bfloat16", mode="graph", family="llama", placement=None, **changes):
+    changes.setdefault("run", {"steps": 8})
+    profile = tiny_profile(
+        folder,
+        family,
+        target={"dtype": dtype},
+        capture={"mode": mode, "warmup_rounds": 3, "verify_rounds": 3},
+        placement={"targets": [GPU], "drafters": [GPU], **(placement or {})},
+        **changes,
+    )
+    summary = train(profile, folder / name, False, Console(quiet=True))
+    steps = profile.run.steps
+    return summary, load_file(folder / name / "checkpoints" / f"step-{steps:06d}" / "state.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_captured_run_trains_the_bits_of_an_eager_run(tmp_path, family, dtype):
+    summary, captured = run(tmp_path, "captured", dtype, "graph", family)
+    _, eager = run(tmp_path, "eager", dtype, "eager", family)
+    assert summary["graphs"] == 7
+    assert all(torch.equal(captured[name], eager[name]) for name in captured)
+
+
+def test_hand_off_slots_train_the_bits_of_a_shared_buffer(tmp_path):
+    _, shared = run(tmp_path, "shared")
+    _, ring = run(tmp_path, "ring", placement={"look_ahead": 2})
+    assert all(torch.equal(shared[name], ring[name]) for name in shared)
+
+
+def test_two_targets_and_two_drafters_on_one_gpu_train_the_weights_of_one_of_each(tmp_path):
+    _, one = run(tmp_path, "one", "float32")
+    placement = {"targets": [GPU, GPU], "drafters": [GPU, GPU], "look_ahead": 2}
+    _, two = run(tmp_path, "two", "float32", placement=placement)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=2e-3, atol=2e-5)
+
+
+def test_steady_state_allocates_nothing_and_waits_for_nothing(tmp_path):
+    summary, _ = run(
+        tmp_path,
+        "steady",
+        rows=ordinary_rows(40),
+        run={"steps": 120},
+        checkpoint={"every": 0},
+        drafter={"reuse": 2},
+        log={"every": 1},
+    )
+    assert summary["alloc_bytes_per_step"] == 0
+    assert summary["reserved_range_bytes"] == 0
+    assert summary["device_used_range_bytes"] == 0
+    assert summary["host_syncs_per_step"] == 0
+    drafts = [n for key, n in summary["replays_per_graph"].items() if key.startswith("drafter")]
+    assert len(drafts) == 3 and min(drafts) >= 10
+
+
+def test_the_census_shows_our_attention_and_flas_delta_rule(tmp_path):
+    run(tmp_path, "census", family="qwen3_5_text")
+    graphs = json.loads((tmp_path / "census" / "warmup.json").read_text())["graphs"]
+    kernels = {row["step"]: " ".join(row["kernels"]) for row in graphs}
+    assert "anchor" in kernels["drafter"]
+    assert "chunk_" in kernels["target"] and "causal_conv1d" in kernels["target"]
