@@ -87,7 +87,7 @@ class OptimizerShard:
             "exp_avg_sq": zeros,
         }
         self.grad_scale, self.found_inf = scalar().fill_(1.0), scalar()
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
+        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
 
     @property
     def state(self) -> dict[str, Tensor]:
