@@ -14,11 +14,12 @@ from draftgraph.engine.data.loader import Loader
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.models.drafter import Drafter
-from draftgraph.engine.models.target import Target, load_model
+from draftgraph.engine.models.target import Target, load_model, require_fast_ops
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
 from draftgraph.engine.run.scheduler import HandOffSlot, Rig
+from draftgraph.kernels.anchor_attention import TILES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -141,6 +142,7 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         if device not in models:
             say(f"loading {profile.target.model} on {device}")
             models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
+            require_fast_ops(models[device], device, profile.capture.allow_fallback)
     targets, target_lanes = [], []
     for t, device in enumerate(target_devices):
         target = Target(models[device], plan.shape.target_layer_ids, max_context)
@@ -151,6 +153,11 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
 
     drafter_lanes, rings = [], []
     for d, device in enumerate(drafter_devices):
+        if device.type == "cuda" and (dtype.itemsize, plan.shape.head_dim) not in TILES:
+            known = sorted(head_dim for size, head_dim in TILES if size == dtype.itemsize)
+            raise UsageError(
+                f"profile: drafter.head_dim = {plan.shape.head_dim} has no attention kernel; known: {known}"
+            )
         # The target's own embedding and lm_head where it is on this device, a copy elsewhere.
         source = targets[target_devices.index(device) if device in target_devices else 0]
         drafter = Drafter(plan.shape, max_context).to(device)

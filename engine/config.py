@@ -93,6 +93,7 @@ class OptimSection:
 @dataclass(frozen=True)
 class CaptureSection:
     mode: str = choice("graph", "eager")
+    allow_fallback: list[str] = field(default_factory=list)  # packages whose absence a GPU run may bear: fla, ...
     warmup_rounds: int = 3
     verify_rounds: int = 3
 

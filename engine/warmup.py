@@ -18,6 +18,7 @@ from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.build import Engine
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import CaptureError
+from draftgraph.engine.models.target import resolved_ops
 from draftgraph.engine.run.buffers import BatchViews
 from draftgraph.engine.run.lanes import DrafterLane
 
@@ -34,15 +35,18 @@ def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
     section = engine.plan.profile.capture
     lanes = engine.rig.lanes
     started = time.perf_counter()
-    phases = progress.add_task("warm up", total=4)
+    phases = progress.add_task("warm up", total=3)
     try:
         with torch.random.fork_rng(devices=[]):
             for lane in lanes:
                 lane.warm_up(section.warmup_rounds)
-            progress.update(phases, advance=1, description="verify padding")
-            worst = check_padding(engine, section.verify_rounds)
-            progress.update(phases, advance=1, description="eager references")
-            references = eager_references(lanes, section.verify_rounds) if section.mode == "graph" else None
+            worst, references = None, None
+            if section.mode == "graph":
+                progress.update(phases, advance=1, description="eager references")
+                references = eager_references(lanes, section.verify_rounds)
+            else:
+                progress.update(phases, advance=1, description="verify padding")
+                worst = check_padding(engine, section.verify_rounds)
             progress.update(phases, advance=1, description="capture")
             captured_at = time.perf_counter()
             for lane in lanes:
@@ -63,6 +67,7 @@ def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
         "mode": section.mode,
         "graphs": graphs,
         "pool_bytes": sum(row["pool_bytes"] or 0 for row in graphs) if captured else None,
+        "ops": resolved_ops(engine.targets[0].model, engine.targets[0].device),
         "seconds": round(time.perf_counter() - started, 3),
         "capture_seconds": round(capture_seconds, 3) if captured else None,
         "verified": True,

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftgraph.kernels.anchor_attention_kernels import (
-    block_gradient_kernel,
-    context_gradient_kernel,
-    forward_kernel,
-    query_gradient_kernel,
+    anchor_block_gradient_kernel,
+    anchor_context_gradient_kernel,
+    anchor_forward_kernel,
+    anchor_query_gradient_kernel,
 )
 
 
@@ -96,7 +96,7 @@ class _AnchorAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = torch.empty(R, H, A * K, dtype=torch.float32, device=q.device)
         grid = (triton.cdiv(A, tile.block_m // K), H, R)
-        forward_kernel[grid](*tensors, out, lse, S, A, scale, BLOCK_N=tile.block_n, **launch)
+        anchor_forward_kernel[grid](*tensors, out, lse, S, A, scale, BLOCK_N=tile.block_n, **launch)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.tile, ctx.launch, ctx.scale = tile, launch, scale
         return out
@@ -115,14 +115,16 @@ class _AnchorAttention(torch.autograd.Function):
         delta = torch.empty_like(lse)
         query_tiles = triton.cdiv(A, tile.block_m // K)
         # NOTE: the first kernel writes delta, which the other two read.
-        query_gradient_kernel[query_tiles, H, R](
+        anchor_query_gradient_kernel[query_tiles, H, R](
             *inputs, positions, valid, out, lse, dout, delta, dq, S, A, scale, BLOCK_N=tile.block_n, **launch
         )
         rest = (positions, valid, lse, dout, delta)
         all_anchors = triton.next_power_of_2(A)
-        context_gradient_kernel[triton.cdiv(S, tile.block_n), G, R](
+        anchor_context_gradient_kernel[triton.cdiv(S, tile.block_n), G, R](
             q, context_k, context_v, *rest, context_dk, context_dv, S, A, scale,
             ALL_ANCHORS=all_anchors, BLOCK_N=tile.block_n, **launch,
         )  # fmt: skip
-        block_gradient_kernel[query_tiles, G, R](q, block_k, block_v, *rest, block_dk, block_dv, A, scale, **launch)
+        anchor_block_gradient_kernel[query_tiles, G, R](
+            q, block_k, block_v, *rest, block_dk, block_dv, A, scale, **launch
+        )
         return *grads, None, None, None, None

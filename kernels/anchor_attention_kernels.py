@@ -66,7 +66,7 @@ def sees_block(query_block, query_slot, key_block, key_slot, WINDOW: tl.constexp
 
 
 @triton.jit
-def forward_kernel(
+def anchor_forward_kernel(
     q, context_k, context_v, block_k, block_v, positions, valid, out, lse, S, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -135,7 +135,7 @@ def softmax_gradient(left, right, left_grad, right_grad, lse, delta, visible, sc
 
 
 @triton.jit
-def query_gradient_kernel(
+def anchor_query_gradient_kernel(
     q, context_k, context_v, block_k, block_v, positions, valid, out, lse, dout, delta, dq, S, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -186,7 +186,7 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def context_gradient_kernel(
+def anchor_context_gradient_kernel(
     q, context_k, context_v, positions, valid, lse, dout, delta, dk, dv, S, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     ALL_ANCHORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -237,7 +237,7 @@ def context_gradient_kernel(
 
 
 @triton.jit
-def block_gradient_kernel(
+def anchor_block_gradient_kernel(
     q, block_k, block_v, positions, valid, lse, dout, delta, dk, dv, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +18,7 @@ SHARED_KIB = {80: 163, 90: 227, 120: 99}
 
 
 @pytest.fixture(scope="module")
-def compilers() -> dict[int, subprocess.Popen]:
+def compilers() -> Iterator[dict[int, subprocess.Popen]]:
     """One compiler process per card, side by side: they are the longest part of the suite."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"  # the compiler's default, which it warns about when left unsaid
@@ -27,7 +28,10 @@ def compilers() -> dict[int, subprocess.Popen]:
         started[capability] = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-    return started
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
@@ -60,10 +64,10 @@ def compile_anchor_attention(capability: int) -> dict[str, int]:
         types |= {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         for kernel in (
-            kernels.forward_kernel,
-            kernels.query_gradient_kernel,
-            kernels.context_gradient_kernel,
-            kernels.block_gradient_kernel,
+            kernels.anchor_forward_kernel,
+            kernels.anchor_query_gradient_kernel,
+            kernels.anchor_context_gradient_kernel,
+            kernels.anchor_block_gradient_kernel,
         ):
             names = kernel.arg_names
             signature = {name: types.get(name, "*bf16" if element_size == 2 else "*fp32") for name in names}

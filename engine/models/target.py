@@ -8,11 +8,12 @@ Does not do: padding masks. Rows are right-padded and every op is causal, so pad
 
 import functools
 import importlib.util
+import inspect
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,13 @@ def decoder_on_meta(config: Any) -> Any:
 
 
 class quiet:
-    """Silence transformers' progress bars and advice, and fla's on a machine without a GPU; ours is the only bar."""
+    """Silence the progress bars and advice of what loads a model; ours is the only bar."""
 
     def __enter__(self) -> None:
         self.warnings = warnings.catch_warnings()
         self.warnings.__enter__()
-        warnings.filterwarnings("ignore", module="fla")
+        # NOTE: with warnings as errors, one raised while fla imports would make transformers fall back silently.
+        warnings.simplefilter("ignore")
         self.level = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity(logging.ERROR)
         transformers.logging.disable_progress_bar()
@@ -159,21 +161,56 @@ def choose_ops_by_device(model: Any) -> None:
     namespace = vars(sys.modules[type(model).__module__])
     for name in DEVICE_DEPENDENT_OPS:
         op = namespace.get(name)
-        if op is not None and not hasattr(op, "draftgraph_by_device"):
+        if op is not None and not hasattr(op, "draftgraph_op"):
             namespace[name] = by_device(op)
 
 
+def resolved_ops(model: Any, device: torch.device) -> dict[str, str]:
+    """Which implementation each device-dependent op of the model's module runs on `device`: op -> module.function."""
+    namespace = vars(sys.modules[type(model).__module__])
+    found = {}
+    for name in DEVICE_DEPENDENT_OPS:
+        op = getattr(namespace.get(name), "draftgraph_op", None)
+        if op is not None:
+            called = inspect.getclosurevars(op).nonlocals["implementation"] if device.type == "cuda" else twin_of(op)
+            found[name] = f"{called.__module__}.{called.__qualname__}"
+    return found
+
+
+def require_fast_ops(model: Any, device: torch.device, allowed: Sequence[str]) -> None:
+    """Refuse a GPU run in which an op fell back to PyTorch because its package is missing or does not import.
+
+    Raises:
+        CaptureError: with the package; `allowed` names packages that may be missing.
+    """
+    if device.type != "cuda":
+        return
+    for op, called in resolved_ops(model, device).items():
+        package = "causal_conv1d" if op.startswith("causal_conv1d") else "fla"
+        if called.startswith("transformers.") and package not in allowed:
+            distribution = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}[package]
+            raise CaptureError(
+                f"op {op} of target family {model.config.model_type!r} fell back to slow PyTorch code: {package} is "
+                f"missing or does not import. Install it (pip install {distribution}), or accept it by name: "
+                f'capture.allow_fallback = ["{package}"]'
+            )
+
+
 def by_device(op: Callable) -> Callable:
-    twin = op
-    while hasattr(twin, "__wrapped__"):
-        twin = twin.__wrapped__
+    twin = twin_of(op)
 
     def chosen(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return op(x, *args, **kwargs) if x.is_cuda else twin(x, *args, **kwargs)
 
-    chosen.draftgraph_by_device = True  # type: ignore[attr-defined]
-    chosen.kernel, chosen.twin = op, twin  # type: ignore[attr-defined]
+    chosen.draftgraph_op = op  # type: ignore[attr-defined]
     return chosen
+
+
+def twin_of(op: Callable) -> Callable:
+    """The plain PyTorch function under transformers' choice of implementation."""
+    while hasattr(op, "__wrapped__"):
+        op = op.__wrapped__
+    return op
 
 
 class Target:

@@ -167,6 +167,8 @@ class DrafterLane:
             self.clear()
 
         draft_tokens = bucket.rows * bucket.anchors * shape.block_size
+        per_draft_token = shape.num_layers * (shape.hidden_size * 12 + shape.intermediate_size * 4)
+        per_context_token = shape.num_layers * shape.num_kv_heads * shape.head_dim * 8 + shape.hidden_size * 4
         return Step(
             step="drafter",
             bucket=bucket.name,
@@ -174,7 +176,7 @@ class DrafterLane:
             inputs=views.inputs(),
             outputs={"grads": self.flat.grads, "sums": self.sums},
             fill=prepare,
-            predicted_bytes=draft_tokens * (shape.hidden_size * 12 + shape.intermediate_size * 4) * shape.num_layers,
+            predicted_bytes=draft_tokens * per_draft_token + bucket.rows * bucket.context * per_context_token,
         )
 
     def flat_step(self, name: str, run: Callable[[], None], outputs: Mapping[str, Tensor]) -> Step:
