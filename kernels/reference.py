@@ -69,3 +69,16 @@ def anchor_attention(
     out = out + from_block.reshape(R, G, A, K * M, K) @ block_v
     out = out.view(R, G, A, K, M, C).permute(0, 2, 3, 1, 4, 5).reshape(R, A, K, H, C)
     return torch.where(valid, out, 0).to(q.dtype)
+
+
+def softmax_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, log of the sum of exponentials, and argmax of every row; see cross_entropy.softmax_statistics."""
+    log_sum = torch.logsumexp(logits.float(), -1)
+    return log_sum - logits.gather(1, labels[:, None])[:, 0].float(), log_sum, logits.argmax(-1)
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, weights: Tensor) -> None:
+    """Overwrite the logits with the gradient of sum(weights * cross_entropy); see cross_entropy.softmax_gradient_."""
+    gradient = (logits.float() - log_sum[:, None]).exp_().mul_(weights[:, None])
+    gradient.scatter_add_(1, labels[:, None], -weights[:, None])
+    logits.copy_(torch.where((weights == 0)[:, None], 0.0, gradient))

@@ -35,7 +35,7 @@ def compilers() -> Iterator[dict[int, subprocess.Popen]]:
 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
-def test_anchor_attention_fits_the_shared_memory_of(capability: int, compilers: dict[int, subprocess.Popen]) -> None:
+def test_every_kernel_fits_the_shared_memory_of(capability: int, compilers: dict[int, subprocess.Popen]) -> None:
     output, errors = compilers[capability].communicate()
     assert compilers[capability].returncode == 0, errors
     shared_bytes = json.loads(output)
@@ -84,5 +84,26 @@ def compile_anchor_attention(capability: int) -> dict[str, int]:
     return shared_bytes
 
 
+def compile_cross_entropy(capability: int) -> dict[str, int]:
+    """Shared memory in bytes of each kernel and element size."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from draftgraph.kernels import cross_entropy as kernels
+
+    shared_bytes = {}
+    pointers = {"labels": "*i64", "best": "*i64", "cross_entropy": "*fp32", "log_sum": "*fp32", "weights": "*fp32"}
+    for kernel in (kernels.softmax_statistics_kernel, kernels.softmax_gradient_kernel):
+        for dtype in ("bf16", "fp32"):
+            types = {**pointers, "logits": f"*{dtype}", "V": "i32", "BLOCK_N": "constexpr"}
+            source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, {"BLOCK_N": kernels.BLOCK_N})
+            target = GPUTarget("cuda", capability, 32)
+            compiled = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
+            shared_bytes[f"{kernel.__name__} {dtype}"] = compiled.metadata.shared
+    return shared_bytes
+
+
 if __name__ == "__main__":
-    print(json.dumps(compile_anchor_attention(int(sys.argv[1]))))
+    card = int(sys.argv[1])
+    print(json.dumps(compile_anchor_attention(card) | compile_cross_entropy(card)))

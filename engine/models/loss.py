@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.models.drafter import block_tokens
+from draftgraph.kernels import cross_entropy as cross_entropy_kernels
+from draftgraph.kernels import reference
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad = torch.empty_like(hidden)
         cross_entropy = torch.empty(num_blocks, num_slots, dtype=torch.float32, device=hidden.device)
         weights, correct = torch.empty_like(cross_entropy), torch.empty_like(counted)
+        ops = cross_entropy_kernels if hidden.is_cuda else reference
         for start in range(0, num_blocks, blocks_per_chunk):
             part = slice(start, min(start + blocks_per_chunk, num_blocks))
-            rows, label = hidden[part].flatten(0, 1), labels[part].reshape(-1, 1)
-            logits = (rows @ lm_head.T).float()
-            correct[part] = (logits.argmax(-1) == label[:, 0]).view_as(correct[part])
-            # In place from here: logits become log-probabilities, probabilities, then the gradient.
-            top = logits.amax(-1, keepdim=True)
-            log_sum = logits.sub_(top).exp().sum(-1, keepdim=True).log()
-            cross_entropy[part] = (log_sum - logits.gather(1, label)).view_as(cross_entropy[part])
+            label = labels[part].flatten()
+            logits = hidden[part].flatten(0, 1) @ lm_head.T
+            ce, log_sum, best = ops.softmax_statistics(logits, label)
+            correct[part] = (best == label).view_as(correct[part])
+            cross_entropy[part] = ce.view_as(cross_entropy[part])
             weights[part] = slot_weights(counted[part], cross_entropy[part], rule)
-            weight = weights[part].view(-1, 1)
-            logits.sub_(log_sum).exp_().mul_(weight).scatter_add_(1, label, -weight)
-            grad[part] = (logits.to(lm_head.dtype) @ lm_head).view_as(grad[part])
+            ops.softmax_gradient_(logits, label, log_sum, weights[part].flatten())
+            torch.mm(logits, lm_head, out=grad[part].flatten(0, 1))
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(weights, correct)
         return torch.where(counted, weights * cross_entropy, 0.0).sum(), weights, correct
