@@ -43,11 +43,12 @@ def open_run(folder: Path, profile: Profile, resume: bool) -> None:
 def progress_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
+        expand=True,
     )
 
 

@@ -128,13 +128,13 @@ class Tally:
             self.skipped = row.skipped
 
     def headline(self, real_tokens_per_s: float) -> str:
-        """One line for the progress bar."""
+        """Two lines for the progress bar."""
         last = self.first_and_last()
         if last["loss_last"] is None:
             return "train"
         return (
-            f"loss {last['loss_last']:.3f}  simulated acceptance {last['acceptance_after']:.3f} (bonus counted)  "
-            f"{real_tokens_per_s:,.0f} real tokens/s"
+            f"loss {last['loss_last']:.3f}, {real_tokens_per_s:,.0f} real tokens/s\n"
+            f"simulated acceptance {last['acceptance_after']:.3f} (bonus counted)"
         )
 
     def first_and_last(self) -> dict[str, float | None]:
