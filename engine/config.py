@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 
 import tomli_w
 
+from draftgraph.engine.data.anchors import RULES
 from draftgraph.engine.errors import UsageError
 from draftgraph.profiles.load import ProfileNotFound, read_profile, set_key
 
@@ -48,7 +49,7 @@ class DrafterSection:
     rope_theta: float = 0.0
     mask_token_id: int = -1  # -1: the model's own, where one is known
     anchors: int = 512  # per row, at most
-    anchor_rule: str = choice("next-supervised", "in-row")
+    anchor_rule: str = choice(*RULES)
     reuse: int = 1  # micro-steps fed by one extraction, each with fresh anchors
     loss: str = choice("decay", "dpace")
     gamma: float = -1.0  # -1: by block size
@@ -107,7 +108,6 @@ class CheckpointSection:
 @dataclass(frozen=True)
 class LogSection:
     every: int = 10  # steps
-    wandb: str = ""  # project name; empty: off
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,24 @@ POSITIVE = {
     "capture": ["warmup_rounds", "verify_rounds"],
     "checkpoint": ["keep"],
     "log": ["every"],
+}
+
+
+NOT_NEGATIVE = {
+    "run": ["seed"],
+    "drafter": [
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "sliding_layers",
+        "rope_theta",
+        "alpha",
+        "init_std",
+    ],
+    "placement": ["look_ahead"],
+    "optim": ["warmup", "eps", "weight_decay"],
+    "checkpoint": ["every"],
 }
 
 
@@ -200,6 +218,14 @@ def check(profile: Profile) -> None:
             value = getattr(getattr(profile, section), key)
             if value <= 0:
                 raise UsageError(f"profile: {section}.{key} must be above 0, found {value}")
+    for section, keys in NOT_NEGATIVE.items():
+        for key in keys:
+            value = getattr(getattr(profile, section), key)
+            if value < 0:
+                raise UsageError(f"profile: {section}.{key} must be 0 or more, found {value}")
+    betas = profile.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")
     drafter, placement = profile.drafter, profile.placement
     if not 2 <= drafter.block_size <= 16:
         raise UsageError(f"profile: drafter.block_size is 2 to 16, found {drafter.block_size}")
@@ -207,6 +233,11 @@ def check(profile: Profile) -> None:
         raise UsageError(
             f"profile: buckets.context_tokens ({profile.buckets.context_tokens}) cannot hold one row of "
             f"buckets.max_context ({profile.buckets.max_context}) tokens; raise the former or lower the latter"
+        )
+    if drafter.anchors * drafter.block_size > profile.buckets.draft_tokens:
+        raise UsageError(
+            f"profile: buckets.draft_tokens ({profile.buckets.draft_tokens}) cannot hold one row of drafter.anchors * "
+            f"drafter.block_size ({drafter.anchors * drafter.block_size}) draft tokens; raise it, or lower the latter"
         )
     if drafter.sliding_layers > drafter.layers:
         raise UsageError(
@@ -221,12 +252,14 @@ def check(profile: Profile) -> None:
             "profile: placement.look_ahead = 0 shares one buffer and needs one target and one drafter on one device; "
             "set placement.look_ahead to 1 or more"
         )
-    on_gpu = any(device != "cpu" for device in placement.targets + placement.drafters)
-    if profile.capture.mode == "graph" and not on_gpu:
+    capture, devices = profile.capture, placement.targets + placement.drafters
+    if capture.mode == "graph" and "cpu" in devices:
         raise UsageError(
-            'profile: capture.mode = "graph" needs a CUDA device; write capture.mode = "eager" for the CPU, or place '
-            'targets and drafters on "cuda:0"'
+            'profile: capture.mode = "graph" needs a CUDA device for every target and drafter; write capture.mode = '
+            '"eager" for the CPU, or place all of them on "cuda:0"'
         )
+    if capture.mode == "graph" and min(capture.warmup_rounds, capture.verify_rounds) < 3:
+        raise UsageError("profile: capture.warmup_rounds and capture.verify_rounds are at least 3 for graphs")
     if bool(profile.data.shards) == bool(profile.data.random_lengths):
         raise UsageError(
             "profile: name the data once: data.shards = a folder written by `draftgraph prepare`, or "

@@ -19,8 +19,9 @@ from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenize
 from draftgraph.engine.saved import evaluate_saved, load_saved
 from draftgraph.engine.show import show_plan
 from draftgraph.engine.train import train
+from draftgraph.profiles.load import DATA
 
-CONVERSATIONS = Path(__file__).resolve().parents[1] / "profiles" / "data" / "smollm2-code.jsonl"
+CONVERSATIONS = DATA / "smollm2-code.jsonl"
 NUM_PROMPTS, NEW_TOKENS = 16, 64
 
 
@@ -55,6 +56,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
         block_size=profile.drafter.block_size,
         vocab_size=load_config(EMBEDDED).vocab_size,
         anchor_rule=profile.drafter.anchor_rule,
+        target=EMBEDDED,
         progress=True,
     )
     chapter(2, f"plan: profile {name}")

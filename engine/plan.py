@@ -17,15 +17,16 @@ from draftgraph.engine.data.anchors import AnchorDraw
 from draftgraph.engine.data.buckets import Bucket, assign, choose_buckets, efficiency
 from draftgraph.engine.data.collate import SlotLayout
 from draftgraph.engine.data.shards import RandomRows, Selected, ShardReader
+from draftgraph.engine.data.template import Template
 from draftgraph.engine.errors import DataError, UsageError
 from draftgraph.engine.models.drafter import DrafterShape, default_target_layer_ids
 from draftgraph.engine.models.loss import LossRule
-from draftgraph.engine.models.target import EMBEDDED, decoder_on_meta, load_config
+from draftgraph.engine.models.target import EMBEDDED, RANDOM_PREFIX, decoder_on_meta, load_config, load_tokenizer
+from draftgraph.profiles.load import PEERS
 
 # SmolLM2 has no mask token and no spare embedding row: <empty_output>. Qwen3.5/3.6: the id its released drafters use.
 KNOWN_MASK_TOKENS = {"smollm2": 16, "qwen3_5_text": 248070}
 PUBLISHED_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
-SHIPPED_LENGTHS = Path(__file__).resolve().parents[1] / "profiles" / "peers"
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,19 @@ class Plan:
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that resumes from it."""
-        return {
+        made_of = {
             "seed": self.profile.run.seed,
-            "accumulate": self.profile.optim.accumulate,
+            "steps": self.profile.run.steps,
+            "target": dataclasses.asdict(self.profile.target),
+            "data": self.rows.digest,
             "reuse": self.profile.drafter.reuse,
-            "rows": len(self.rows),
+            "draw": dataclasses.asdict(self.draw),
             "buckets": [b.name for b in self.buckets],
-            "drafter": json.loads(json.dumps(dataclasses.asdict(self.shape))),
+            "loss": dataclasses.asdict(self.rule),
+            "optim": dataclasses.asdict(self.profile.optim),
+            "drafter": dataclasses.asdict(self.shape),
         }
+        return json.loads(json.dumps(made_of))  # as a checkpoint gives it back: lists for tuples
 
     @property
     def taps_size(self) -> int:
@@ -160,6 +166,13 @@ def make_plan(profile: Profile) -> Plan:
 
 def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
     section = profile.drafter
+    needed = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_parameters", "rms_norm_eps")
+    missing = [name for name in needed if getattr(config, name, None) is None]
+    if missing:
+        raise UsageError(
+            f"target family {config.model_type!r} is not supported: its configuration has no {', '.join(missing)}. "
+            "Supported are Llama-like families (llama, qwen2, qwen3) and qwen3_5"
+        )
     num_layers = config.num_hidden_layers
     ids = tuple(section.target_layer_ids) or default_target_layer_ids(section.taps, num_layers)
     # The last layer's output is not a tap: what others call its hidden state has passed the final norm.
@@ -172,6 +185,8 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
     if heads % kv_heads:
         raise UsageError(f"profile: drafter.heads ({heads}) must be a multiple of drafter.kv_heads ({kv_heads})")
     head_dim = section.head_dim or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 2:
+        raise UsageError(f"profile: drafter.head_dim = {head_dim} must be even")
     known = EMBEDDED if profile.target.model == EMBEDDED else config.model_type
     mask_token_id = section.mask_token_id if section.mask_token_id >= 0 else KNOWN_MASK_TOKENS.get(known, -1)
     if not 0 <= mask_token_id < config.vocab_size:
@@ -202,23 +217,43 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
 def open_rows(profile: Profile, vocab_size: int) -> ShardReader | RandomRows:
     if profile.data.random_lengths:
         path = Path(profile.data.random_lengths)
-        if not path.is_file():
-            path = SHIPPED_LENGTHS / path.name
+        if not path.is_file() and path.name == profile.data.random_lengths:
+            path = PEERS / path.name  # a bare name: a shipped file
         try:
-            lengths = json.loads(path.read_text())["lengths"]
-        except (OSError, ValueError, KeyError) as error:
+            lengths = np.asarray(json.loads(path.read_text())["lengths"])
+            if lengths.dtype.kind != "i" or lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
+                raise ValueError("the lengths are not positive whole numbers")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f'data.random_lengths: cannot read {path}: {error}; it takes a JSON file {{"lengths": [tokens, ...]}}'
             ) from error
-        clipped = np.minimum(np.asarray(lengths, dtype=np.int64), profile.buckets.max_context)
+        # Random rows have no end that a cut could lose: a longer one is one of max_context.
+        clipped = np.minimum(lengths.astype(np.int64), profile.buckets.max_context)
         return RandomRows(clipped, vocab_size, profile.run.seed)
     reader = ShardReader(Path(profile.data.shards))
+    check_fingerprint(profile, reader)
     if reader.vocab_size > vocab_size:
         raise DataError(
             f"data.shards: {profile.data.shards} was prepared for {reader.vocab_size} token ids, the target "
             f"{profile.target.model} has {vocab_size}; prepare it for this target"
         )
     return reader
+
+
+def check_fingerprint(profile: Profile, reader: ShardReader) -> None:
+    """Refuse shards of another tokenizer. The tokenizer is read only where the shards name another target.
+
+    Raises:
+        DataError: the shards' ids mean something else to this target.
+    """
+    prepared_for, model = reader.facts["target"], profile.target.model
+    if prepared_for == model or model.startswith(RANDOM_PREFIX):
+        return
+    if Template(load_tokenizer(model)).fingerprint() != reader.fingerprint:
+        raise DataError(
+            f"data.shards: {profile.data.shards} was prepared for {prepared_for or 'an unnamed target'} with another "
+            f"tokenizer or chat template than {model} has; prepare it again with --target {model}"
+        )
 
 
 def flop_model(config: Any, shape: DrafterShape, reuse: int) -> FlopModel:

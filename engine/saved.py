@@ -18,7 +18,7 @@ from draftgraph.engine.run import checkpoint
 
 @dataclass(frozen=True)
 class SavedDrafter:
-    """A drafter on the CPU in float32 with what is known of its origin."""
+    """A drafter on the CPU in float32 and its origin. NOTE: its rotary table is short; `evaluate` makes a longer one."""
 
     drafter: Drafter
     target: str  # the target's name; empty where the source does not say
@@ -26,7 +26,7 @@ class SavedDrafter:
     profile: Profile | None  # of the run
 
 
-def load_saved(source: Path, max_context: int = 4096) -> SavedDrafter:
+def load_saved(source: Path) -> SavedDrafter:
     """Read the newest checkpoint of a run folder, or an exported drafter.
 
     Raises:
@@ -37,10 +37,10 @@ def load_saved(source: Path, max_context: int = 4096) -> SavedDrafter:
         shape = drafter_shape(profile, load_config(profile.target.model))
         scalars, tensors = checkpoint.read(checkpoint.newest(source / "checkpoints"))
         state = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
-        found = SavedDrafter(Drafter(shape, max_context), profile.target.model, scalars["step"], profile)
+        found = SavedDrafter(Drafter(shape, 1), profile.target.model, scalars["step"], profile)
     elif (source / "config.json").is_file():
         shape, state = load_zlab(source)
-        found = SavedDrafter(Drafter(shape, max_context), "", None, None)
+        found = SavedDrafter(Drafter(shape, 1), "", None, None)
     else:
         raise UsageError(f"{source} is neither a run folder (profile.toml) nor an exported drafter (config.json)")
     found.drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})
@@ -50,7 +50,7 @@ def load_saved(source: Path, max_context: int = 4096) -> SavedDrafter:
 def untrained(saved: SavedDrafter) -> Drafter:
     """The drafter as it was before step 1 of its run."""
     assert saved.profile is not None
-    drafter = Drafter(saved.drafter.shape, saved.drafter.rotary.cos.shape[0])
+    drafter = Drafter(saved.drafter.shape, 1)
     drafter.initialise(saved.profile.run.seed, saved.profile.drafter.init_std)
     return drafter
 
@@ -74,6 +74,12 @@ def evaluate_saved(
     if with_untrained and saved.profile is None:
         raise UsageError("--untrained needs a run folder: an exported drafter does not say how it began")
     texts = load_prompts(prompts, num_prompts)
+    shape, config = saved.drafter.shape, load_config(name)
+    if (shape.hidden_size, shape.vocab_size) != (config.hidden_size, config.vocab_size):
+        raise UsageError(
+            f"the drafter is for a target of hidden size {shape.hidden_size} and {shape.vocab_size} token ids; {name} "
+            f"has {config.hidden_size} and {config.vocab_size}"
+        )
     device = default_device()
     model, tokenizer = load_model(name, torch.float32, device), load_tokenizer(name)
     cache: PlainCache = {}

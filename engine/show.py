@@ -3,6 +3,7 @@
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -30,7 +31,7 @@ def cell(name: str, value: Any) -> str:
         return ", ".join(cell("", v) for v in value)
     if isinstance(value, dict):
         return ", ".join(f"{k} {cell('', v)}" for k, v in value.items()) or "none"
-    return str(value)
+    return escape(str(value))
 
 
 def summary_table(title: str, values: dict[str, Any]) -> Table:

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.memory import MemoryWatch
 from draftgraph.capture.syncs import count_syncs
 from draftgraph.engine.build import Engine, build
 from draftgraph.engine.config import Profile, to_toml
-from draftgraph.engine.errors import Interrupted, RunError
+from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.metrics import LateFigures, Tally
@@ -25,19 +27,37 @@ from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
 
 
-def open_run(folder: Path, profile: Profile, resume: bool) -> None:
-    """Make the run folder, or check that it may be continued.
+def open_run(folder: Path, plan: Plan, resume: bool) -> None:
+    """Make the run folder, or check that it may be continued; nothing is written before that is known.
 
     Raises:
-        RunError: it holds a run and --resume was not given, or the other way round.
+        RunError: it holds a run and --resume was not given, or the other way round, or the run is another one.
     """
-    started = (folder / "metrics.jsonl").is_file()
+    checkpoints = folder / "checkpoints"
+    started = bool(checkpoint.found(checkpoints))
     if started and not resume:
         raise RunError(f"{folder} already holds a run; add --resume to go on with it, or name another --run folder")
-    if resume and not started:
-        raise RunError(f"{folder} holds no run to resume; leave --resume out to start one")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "profile.toml").write_text(to_toml(profile))
+    if resume:
+        checkpoint.check_identity(checkpoint.newest(checkpoints), plan.identity)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "profile.toml").write_text(to_toml(plan.profile))
+    except OSError as error:
+        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """What the devices refuse, as errors with an exit status and advice."""
+    try:
+        yield
+    except CaptureFailure as failure:
+        raise CaptureError(str(failure)) from failure
+    except torch.OutOfMemoryError as error:
+        raise CaptureError(
+            f"a device ran out of memory: {str(error).splitlines()[0]} Lower buckets.context_tokens, "
+            "buckets.draft_tokens or drafter.chunk_slots, or place fewer roles on the device"
+        ) from error
 
 
 def progress_bar(console: Console) -> Progress:
@@ -52,22 +72,37 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def prepare_engine(plan: Plan, folder: Path, console: Console) -> tuple[Engine, dict[str, Any]]:
-    """Build and warm up; writes warmup.json."""
-    engine = build(plan, lambda line: console.print(line))
-    with progress_bar(console) as progress:
-        evidence = warm_up(engine, progress)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "warmup.json").write_text(json.dumps(evidence, indent=1) + "\n")
-    return engine, evidence
+@contextmanager
+def warm_engine(plan: Plan, folder: Path, console: Console) -> Iterator[tuple[Engine, dict[str, Any]]]:
+    """An engine, warmed up and verified, and its evidence, which is written to warmup.json; closed at the end."""
+    with readable_errors():
+        engine = build(plan, lambda line: console.print(line, markup=False))
+        try:
+            with progress_bar(console) as progress:
+                evidence = warm_up(engine, progress)
+            (folder / "warmup.json").write_text(json.dumps(evidence, indent=1) + "\n")
+            yield engine, evidence
+        finally:
+            engine.close()
+
+
+def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
+    """The summary of `draftgraph warmup`."""
+    plan = make_plan(profile)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
+    with warm_engine(plan, folder, console) as (_, evidence):
+        return evidence
 
 
 def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dict[str, Any]:
     """Warm up, then the run; returns the summary of `draftgraph train`."""
     plan = make_plan(profile)
-    open_run(folder, profile, resume)
-    engine, evidence = prepare_engine(plan, folder, console)
-    return run(engine, evidence, folder, resume, console)
+    open_run(folder, plan, resume)
+    with warm_engine(plan, folder, console) as (engine, evidence):
+        return run(engine, evidence, folder, resume, console)
 
 
 def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, console: Console) -> dict[str, Any]:
@@ -81,7 +116,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
     checkpoints = folder / "checkpoints"
     first_step = 0
     if resume:
-        first_step = checkpoint.restore(checkpoint.newest(checkpoints), engine.rig.drafters, plan.identity)["step"]
+        first_step = checkpoint.restore(checkpoint.newest(checkpoints), engine.rig.drafters)["step"]
         console.print(f"going on after step {first_step}")
     first_micro_step = first_step * profile.optim.accumulate
     tally = Tally(plan.shape.block_size, folder / "metrics.jsonl", first_step)
@@ -91,36 +126,50 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
             rig, loader, plan.lengths, profile.drafter.reuse, profile.optim.accumulate, first_micro_step
         )
         lead = rig.drafters[0]
-        late = LateFigures(lead.published.numel(), lead.device)
+        # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
+        depth = rig.max_in_flight * profile.drafter.reuse // profile.optim.accumulate + 2
+        late = LateFigures(lead.published.numel(), lead.device, depth)
         syncs, step, started = 0, first_step, time.perf_counter()
         watch.mark()
+
+        def save() -> None:
+            scheduler.drain()
+            tally.add(late.finished(wait=True))
+            watch.mark()
+            checkpoint.save(
+                checkpoints, step, rig.drafters, scheduler.micro_step, plan.identity, profile.checkpoint.keep
+            )
+
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
-            while step < profile.run.steps and not interrupted:
-                with count_syncs() as counted:
-                    for step in range(step + 1, next_checkpoint(step, profile) + 1):  # noqa: B020
-                        scheduler.step()
-                        late.publish(step, lead.published, lead.lane.stream)
-                        tally.add(late.finished())
-                        if step % profile.log.every == 0:
-                            watch.mark()
-                            rate = scheduler.real_tokens / (time.perf_counter() - started)
-                            progress.update(task, completed=step, description=tally.headline(rate))
-                        if interrupted:
-                            break
-                syncs += counted.value or 0
-                scheduler.drain()
-                tally.add(late.finished(wait=True))
-                checkpoint.save(
-                    checkpoints, step, rig.drafters, scheduler.micro_step, plan.identity, profile.checkpoint.keep
-                )
-                progress.update(task, completed=step)
+            try:
+                while step < profile.run.steps and not interrupted:
+                    segment_end = next_checkpoint(step, profile)
+                    with count_syncs() as counted:
+                        while step < segment_end and not interrupted:
+                            scheduler.step()
+                            step += 1
+                            late.publish(step, lead.published, lead.lane.stream)
+                            tally.add(late.finished())
+                            if step % profile.log.every == 0:
+                                watch.mark()
+                                rate = scheduler.real_tokens / (time.perf_counter() - started)
+                                progress.update(task, completed=step, description=tally.headline(rate))
+                    syncs += counted.value or 0
+                    save()
+                    progress.update(task, completed=step)
+            except DataError:
+                # A row that cannot be read ends the run, not what was trained: the step it was for is left out.
+                save()
+                raise
+            finally:
+                tally.close()
         seconds = time.perf_counter() - started
-    tally.close()
-    memory = watch.report()
+    memory = watch.report(step - first_step)
     on_gpu = memory["alloc_bytes_per_step"] is not None
     summary = {
         "steps": step,
+        "first_step": first_step,
         **tally.first_and_last(),
         "real_tokens_per_s": scheduler.real_tokens / seconds,
         "padding_efficiency": plan.padding_efficiency,

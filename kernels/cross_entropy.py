@@ -1,4 +1,4 @@
-"""Softmax cross-entropy over rows of logits: statistics in one read, the gradient in place of the logits in another pass.
+"""Softmax cross-entropy over rows of logits: statistics in one pass, the gradient in place of the logits in another.
 
 Promises: float32 arithmetic whatever the logits' dtype, the same bits on every run, no wait for the device, no memory
 besides the results. Does not: make logits, or decide weights (they may depend on the statistics of a whole block).
@@ -34,7 +34,7 @@ def softmax_statistics_kernel(logits, labels, cross_entropy, log_sum, best, V, B
     chosen = tl.load(base + tl.load(labels + row)).to(tl.float32)
     tl.store(cross_entropy + row, log_total - chosen)
     tl.store(log_sum + row, log_total)
-    tl.store(best + row, winner.to(tl.int64))
+    tl.store(best + row, winner.to(tl.int64))  # type: ignore[attr-defined]
 
 
 @triton.jit

@@ -4,7 +4,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+# Found beside this file: importlib.resources fails on a mapped namespace under an editable install.
 FOLDER = Path(__file__).resolve().parent
+MODELS = FOLDER / "models"  # shapes for random targets
+PEERS = FOLDER / "peers"  # the recorded row lengths
+DATA = FOLDER / "data"  # the demo's conversations
 
 
 class ProfileNotFound(Exception):
@@ -45,4 +49,7 @@ def set_key(values: dict[str, Any], assignment: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    values.setdefault(section, {})[name] = value
+    keys = values.setdefault(section, {})
+    if not isinstance(keys, dict):
+        raise ValueError(f"the profile has {section} = {keys!r}, expected a section [{section}]")
+    keys[name] = value

@@ -110,6 +110,13 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("run.steps=0", "above 0"),
         ("drafter.block_size=17", "2 to 16"),
         ("capture.mode=graph", "needs a CUDA device"),
+        ("run.seed=-1", "0 or more"),
+        ("checkpoint.every=-1", "0 or more"),
+        ("placement.look_ahead=-1", "0 or more"),
+        ("optim.betas=[0.9]", "two numbers"),
+        ("drafter.head_dim=15", "must be even"),
+        ("drafter.anchors=1000", "cannot hold one row"),
+        ("buckets.max_context=500", "cannot hold one row"),
         ("placement.targets=['cuda:0']", "look_ahead"),
         ("data.random_lengths=x.json", "name the data once"),
         ("target.model=random:none", "no model shape"),
@@ -133,6 +140,7 @@ def test_a_gpu_that_is_not_there_is_status_2(tmp_path, capsys):
     status, err = failure(
         capsys,
         *("train", path, "--run", str(tmp_path / "run"), "--set", "capture.mode=graph"),
+        *("capture.warmup_rounds=3", "capture.verify_rounds=3"),
         *("placement.targets=['cuda:0']", "placement.drafters=['cuda:0']"),
     )
     assert status == 2 and "this machine has 0 CUDA devices" in err
@@ -146,6 +154,21 @@ def test_data_errors_are_status_3(tmp_path, capsys):
     assert status == 3 and "--max-context 16" in err
     status, err = failure(capsys, "plan", profile_file(tmp_path, rows=[(9, [3])]))
     assert status == 3 and "valid anchor" in err
+
+
+def test_a_target_that_is_no_configuration_is_one_sentence(tmp_path, capsys):
+    path = profile_file(tmp_path)
+    for text in ("{", "{}", '{"model_type": "no-such"}', '{"model_type": "gpt2"}', "[1]"):
+        (tmp_path / "bad.json").write_text(text)
+        status, err = failure(capsys, "plan", path, "--set", f"target.model=random:{tmp_path / 'bad.json'}")
+        assert status == 2 and err.startswith("error:"), text
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for command in ("train", "warmup"):
+        status, err = failure(capsys, command, profile_file(tmp_path), "--run", str(tmp_path / "file" / "run"))
+        assert status == 5 and "cannot write the run folder" in err
 
 
 def test_eval_and_export_refuse_what_is_not_a_drafter(tmp_path, capsys):

@@ -8,7 +8,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import VOCAB, ordinary_rows, tiny_profile
 
-from draftgraph.engine.errors import CaptureError, RunError
+from draftgraph.engine.errors import CaptureError, DataError, RunError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.train import train
@@ -81,13 +81,26 @@ def test_two_targets_and_two_drafters_train_the_weights_of_one_of_each(tmp_path)
         torch.testing.assert_close(left[name], right[name], rtol=2e-4, atol=2e-6)
 
 
-def test_accumulation_over_reuse_uses_fresh_anchors(tmp_path):
-    once = run(tiny_profile(tmp_path, optim={"accumulate": 1}), tmp_path / "once")
-    thrice = run(tiny_profile(tmp_path, drafter={"reuse": 3}, optim={"accumulate": 3}), tmp_path / "thrice")
+def test_every_repeat_of_an_extraction_draws_its_own_anchors(tmp_path, monkeypatch):
+    from draftgraph.engine.models.drafter import Drafter
+
+    used = []
+    forward = Drafter.forward
+
+    def watched(self, target_hidden, block_embeddings, anchor_positions, anchor_valid):
+        used.append((float(target_hidden.sum()), tuple(anchor_positions[anchor_valid].tolist())))
+        return forward(self, target_hidden, block_embeddings, anchor_positions, anchor_valid)
+
+    monkeypatch.setattr(Drafter, "forward", watched)
+    profile = tiny_profile(tmp_path, drafter={"reuse": 3, "anchors": 4}, optim={"accumulate": 3})
+    thrice = run(profile, tmp_path / "thrice")
     targets = sum(n for key, n in thrice["replays_per_graph"].items() if key.startswith("target"))
     drafters = sum(n for key, n in thrice["replays_per_graph"].items() if key.startswith("drafter"))
     assert targets == 6 and drafters == 18
-    assert once["loss_last"] != thrice["loss_last"]
+    for extraction in range(6):
+        repeats = used[-18:][3 * extraction : 3 * extraction + 3]
+        assert len({taps for taps, _ in repeats}) == 1  # one extraction
+        assert len({anchors for _, anchors in repeats}) == 3
 
 
 def test_awkward_rows_train_or_are_counted_and_never_stop_the_run(tmp_path):
@@ -135,9 +148,41 @@ def test_a_pad_that_reaches_real_tokens_is_refused_at_warm_up(tmp_path, monkeypa
         run(tiny_profile(tmp_path), tmp_path / "run")
 
 
+def test_a_nan_that_leaves_a_pad_is_refused_at_warm_up(tmp_path, monkeypatch):
+    from draftgraph.engine.run.lanes import DrafterLane
+
+    forward_backward = DrafterLane.forward_backward
+
+    class Unguarded:
+        def __getattr__(self, name):
+            return getattr(self.views, name)
+
+        def __init__(self, views):
+            self.views = views
+            self.lengths = torch.full_like(views.lengths, views.taps.shape[1])  # no position counts as a pad
+
+    monkeypatch.setattr(DrafterLane, "forward_backward", lambda lane, views: forward_backward(lane, Unguarded(views)))
+    with pytest.raises(CaptureError, match="differ from the rows alone by nan"):
+        run(tiny_profile(tmp_path), tmp_path / "run")
+
+
+def test_a_row_that_cannot_be_read_ends_the_run_but_not_what_was_trained(tmp_path):
+    profile = tiny_profile(tmp_path, run={"steps": 400}, checkpoint={"every": 0})
+    tokens = next((tmp_path / "shards").glob("tokens-*.npy"))
+    content = bytearray(tokens.read_bytes())
+    content[-4:] = (2**31 - 1).to_bytes(4, "little")  # the last row's last token
+    order = list(range(24))
+    assert order
+    tokens.write_bytes(content)
+    with pytest.raises(DataError, match="damaged: row 23"):
+        run(profile, tmp_path / "run")
+    # Verification reads rows too; where it met the bad one, nothing was trained yet.
+    assert checkpoint.found(tmp_path / "run" / "checkpoints") or not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_a_run_folder_is_neither_overwritten_nor_resumed_by_accident(tmp_path):
     profile = tiny_profile(tmp_path)
-    with pytest.raises(RunError, match="no run to resume"):
+    with pytest.raises(RunError, match="no usable checkpoint"):
         run(profile, tmp_path / "run", resume=True)
     run(profile, tmp_path / "run")
     with pytest.raises(RunError, match="already holds a run"):
@@ -152,11 +197,65 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert checkpoint.newest(folder).name == "step-000003"
 
 
-def test_a_checkpoint_of_another_drafter_is_refused_by_field(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"run": {"seed": 4}}, "seed"),
+        ({"run": {"steps": 7}}, "steps"),
+        ({"drafter": {"layers": 3}}, "drafter"),
+        ({"drafter": {"gamma": 3.0}}, "loss"),
+        ({"drafter": {"anchors": 7}}, "draw"),
+        ({"optim": {"lr": 1e-3}}, "optim"),
+        ({"rows": ordinary_rows(30)}, "data"),
+    ],
+)
+def test_a_resume_as_another_run_is_refused_by_field_and_changes_nothing(tmp_path, changes, field):
     run(tiny_profile(tmp_path), tmp_path / "run")
-    other = tiny_profile(tmp_path, run={"seed": 4})
-    with pytest.raises(RunError, match="seed = 3, the profile gives 4"):
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    other = tiny_profile(tmp_path, **changes)
+    with pytest.raises(RunError, match=f"was made with {field} = "):
         run(other, tmp_path / "run", resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    profile = tiny_profile(tmp_path)
+    real = checkpoint.save_file
+
+    def full(tensors, path):
+        if "000006" in str(path):
+            raise SafetensorError("I/O error: No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(RunError, match="No space left"):
+        run(profile, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def test_a_resume_from_an_earlier_checkpoint_drops_the_damaged_later_one(tmp_path):
+    profile = tiny_profile(tmp_path, checkpoint={"every": 1, "keep": 2})
+    run(profile, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in checkpoint.found(folder)] == ["step-000005", "step-000006"]
+    (folder / "step-000006" / "state.safetensors").write_bytes(b"torn")
+    assert run(profile, tmp_path / "run", resume=True)["first_step"] == 5
+    assert checkpoint.newest(folder).name == "step-000006"
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew_and_a_torn_line_is_dropped(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    assert run(tiny_profile(tmp_path), tmp_path / "run")["steps"] == 6
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_more_targets_than_drafters_are_all_verified(tmp_path):
+    placement = {"targets": ["cpu", "cpu"], "drafters": ["cpu"], "look_ahead": 1}
+    run(tiny_profile(tmp_path, placement=placement), tmp_path / "run")
 
 
 def test_vocabulary_and_mask_token_are_checked_before_anything_is_loaded(tmp_path):

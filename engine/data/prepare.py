@@ -42,6 +42,7 @@ def prepare(
     block_size: int,
     vocab_size: int,
     anchor_rule: str,
+    target: str,
     progress: bool,
 ) -> dict[str, Any]:
     """Write the token shards of conversations.
@@ -54,6 +55,7 @@ def prepare(
         block_size: K, tokens; rows shorter than a block are left out.
         vocab_size: V, the rows of the target's embedding.
         anchor_rule: rows without a valid anchor under it are left out.
+        target: the target's name, as profiles give it; recorded in the shards.
         progress: show a bar on stderr.
     Returns:
         The doctor's summary, with `shards` (how many) and `path`.
@@ -64,7 +66,9 @@ def prepare(
     files = [file for path in inputs for file in conversation_files(path)]
     sizes = [max(1, file.stat().st_size) for file in files]
     with (
-        ShardWriter(out, vocab_size=vocab_size, fingerprint=template.fingerprint(), max_context=max_context) as writer,
+        ShardWriter(
+            out, vocab_size=vocab_size, fingerprint=template.fingerprint(), max_context=max_context, target=target
+        ) as writer,
         _bar() if progress else nullcontext() as bar,
     ):
         task = bar.add_task("prepare", total=sum(sizes)) if bar else None

@@ -7,9 +7,11 @@ Promises: a folder appears whole or not at all; a folder that is no shard folder
 DataError.
 """
 
+import hashlib
 import json
 import os
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,11 +39,18 @@ class ShardWriter:
         vocab_size: int,
         fingerprint: str,
         max_context: int,
+        target: str = "",
         shard_tokens: int = SHARD_TOKENS,
     ) -> None:
         self.folder = Path(folder)
         _check_replaceable(self.folder)
-        self._facts = {"vocab_size": vocab_size, "max_context": max_context, "fingerprint": fingerprint}
+        self._facts = {
+            "vocab_size": vocab_size,
+            "max_context": max_context,
+            "fingerprint": fingerprint,
+            "target": target,
+        }
+        self._checksum = 0
         self._shard_tokens = shard_tokens
         self._lengths: list[int] = []
         self._shards: list[dict[str, int]] = []
@@ -62,7 +71,9 @@ class ShardWriter:
                 _write_header(self._files[name], dtype, 0)
             self._shards.append({"rows": 0, "tokens": 0})
         for (name, dtype), values in zip(_FIELDS.items(), (input_ids, loss_mask), strict=True):
-            self._files[name].write(np.asarray(values).astype(dtype).tobytes())
+            content = np.asarray(values).astype(dtype).tobytes()
+            self._checksum = zlib.crc32(content, self._checksum)
+            self._files[name].write(content)
         self._shards[-1]["rows"] += 1
         self._shards[-1]["tokens"] += len(input_ids)
         self._lengths.append(len(input_ids))
@@ -78,6 +89,7 @@ class ShardWriter:
             "version": VERSION,
             "rows": len(self._lengths),
             "tokens": sum(self._lengths),
+            "checksum": self._checksum,
             **self._facts,
         }
         text = json.dumps({**facts, "shards": self._shards, "doctor": doctor}, indent=1)
@@ -114,6 +126,7 @@ class ShardReader:
         self.facts = _read_facts(self.folder)
         self.vocab_size: int = self.facts["vocab_size"]
         self.fingerprint: str = self.facts["fingerprint"]
+        self.digest = f"{self.fingerprint} {self.facts['checksum']:08x}"
         self._offsets = np.array(self._open("offsets.npy", np.dtype("<i8"), self.facts["rows"] + 1))
         self.lengths = np.diff(self._offsets)
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.facts["shards"]])
@@ -179,6 +192,10 @@ class RandomRows:
     vocab_size: int
     seed: int
 
+    @property
+    def digest(self) -> str:
+        return f"random {self.seed}"
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -231,10 +248,8 @@ def _read_facts(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not written by `draftgraph prepare`")
     if facts.get("version") != VERSION:
         raise DataError(f"{path}: version {facts.get('version')}, expected {VERSION}; run prepare again")
-    if (
-        not {"rows", "tokens", "vocab_size", "fingerprint", "max_context", "shards"} <= facts.keys()
-        or not facts["shards"]
-    ):
+    needed = {"rows", "tokens", "checksum", "vocab_size", "fingerprint", "target", "max_context", "shards"}
+    if not needed <= facts.keys() or not facts["shards"]:
         raise DataError(f"{path}: damaged: keys are missing; run prepare again")
     return facts
 
@@ -246,6 +261,7 @@ class Selected:
         self._source, self._row_ids = source, row_ids
         self.lengths = source.lengths[row_ids]
         self.vocab_size = source.vocab_size
+        self.digest = hashlib.sha256(self.lengths.tobytes() + source.digest.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._row_ids)

@@ -98,6 +98,20 @@ def model_card(shape: DrafterShape, card: dict[str, Any]) -> str:
     )
 
 
+def replaceable(folder: Path) -> bool:
+    """Whether a folder is empty or an earlier export and nothing else: the only things that an export may replace."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    if not names:
+        return True
+    try:
+        architectures = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return architectures == ["DFlashDraftModel"] and names <= {CONFIG, WEIGHTS, CARD}
+
+
 def export_zlab(
     folder: Path,
     drafter: Drafter,
@@ -120,9 +134,9 @@ def export_zlab(
         UsageError: the folder is in use for something else. RunError: it cannot be written.
     """
     folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and ((folder / CONFIG).is_file() or not any(folder.iterdir()))):
+    if folder.exists() and not replaceable(folder):
         raise UsageError(
-            f"export: {folder} exists and is not an exported drafter. Name another --out, or empty it first"
+            f"export: {folder} exists and is not an exported drafter and nothing else. Name another --out, or empty it"
         )
     # copy=True: the parameters may be views of one flat buffer, which safetensors would refuse or write whole.
     tensors = {name: p.detach().to("cpu", dtype, copy=True) for name, p in drafter.named_parameters()}

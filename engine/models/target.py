@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ import transformers
 from torch import Tensor
 
 from draftgraph.engine.errors import CaptureError, UsageError
+from draftgraph.profiles.load import MODELS
 
 EMBEDDED = "smollm2"
 RANDOM_PREFIX = "random:"
-SHAPES_FOLDER = Path(__file__).resolve().parents[2] / "profiles" / "models"
 # Ops for which transformers resolves a GPU kernel once per process; on CPU tensors those kernels crash (seen with
 # transformers 5.24 and fla 0.6), so each call picks the kernel or its PyTorch twin by the device of its input.
 DEVICE_DEPENDENT_OPS = (
@@ -73,12 +74,15 @@ def load_config(name: str) -> Any:
     """The text configuration of the target, without its weights."""
     if name.startswith(RANDOM_PREFIX):
         shape = name.removeprefix(RANDOM_PREFIX)
-        path = Path(shape) if shape.endswith(".json") else SHAPES_FOLDER / f"{shape}.json"
+        path = Path(shape) if shape.endswith(".json") else MODELS / f"{shape}.json"
         if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in SHAPES_FOLDER.glob("*.json")))
+            known = ", ".join(sorted(p.stem for p in MODELS.glob("*.json")))
             raise UsageError(f"target.model: no model shape {shape!r}; known: {known}, or a path to a config.json")
-        values = json.loads(path.read_text())
-        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        try:
+            values = json.loads(path.read_text())
+            return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UsageError(f"target.model: {path} is not a model configuration: {error!r}") from error
     path_or_hub, extra = locate(name)
     with quiet():
         try:
@@ -96,6 +100,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
     Raises:
         UsageError: the model or its extra is missing.
     """
+    # Read when fla is first imported: its cache is keyed by identity and would hold on to buffers.
+    os.environ.setdefault("FLA_DISABLE_TENSOR_CACHE", "1")
     if name.startswith(RANDOM_PREFIX):
         config = load_config(name)
         # A generator per device: the weights of a random target are the same in every process, not on every device.
@@ -243,7 +249,10 @@ class Target:
 
     def refuse_short_windows(self, max_context: int) -> None:
         window = getattr(self.config, "sliding_window", None)
-        if window and window < max_context and "sliding_attention" in (getattr(self.config, "layer_types", None) or []):
+        layer_types = getattr(self.config, "layer_types", None)
+        # A family that does not say which layers slide lets all of them.
+        slides = layer_types is None or "sliding_attention" in layer_types
+        if window and window < max_context and slides:
             raise CaptureError(
                 f"target family {self.config.model_type!r} has sliding layers with a window of {window} tokens, "
                 f"shorter than the largest bucket ({max_context}); without a band mask they would see everything. "

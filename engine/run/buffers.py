@@ -62,7 +62,3 @@ class BatchBuffer:
         n, taps = self.num_bytes[bucket], self.views[bucket].taps.numel()
         self.raw[:n].copy_(other.raw[:n], non_blocking=True)
         self.taps[:taps].copy_(other.taps[:taps], non_blocking=True)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.raw.nbytes + self.taps.nbytes

@@ -38,24 +38,27 @@ def save(folder: Path, step: int, drafters: Sequence[DrafterLane], micro_step: i
     }
     final = folder / f"step-{step:06d}"
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         save_file(tensors, partial / "state.safetensors")
         (partial / "state.json").write_text(json.dumps(scalars, indent=1) + "\n")
         for path in (*partial.iterdir(), partial):
             flush(path)
-    except OSError as error:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        flush(folder)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunError(
             f"cannot write the checkpoint of step {step} in {folder}: {error}. The last good checkpoint is untouched; "
             "free some space, then go on with --resume"
         ) from error
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    flush(folder)
-    for old in found(folder)[:-keep]:
-        shutil.rmtree(old)
+    # Later ones are of a run that this one replaced: a resume went on from an earlier checkpoint.
+    earlier = [path for path in found(folder) if path < final]
+    later = [path for path in found(folder) if path > final]
+    for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
+        shutil.rmtree(path, ignore_errors=True)
     return final
 
 
@@ -91,33 +94,49 @@ def newest(folder: Path) -> Path:
     raise RunError(f"no usable checkpoint in {folder}{detail}; start without --resume")
 
 
+def read_scalars(path: Path) -> dict:
+    try:
+        return json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read checkpoint {path}: {error}; remove it and use --resume again") from error
+
+
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """A checkpoint's scalars and its tensors under KIND.PARAMETER.
 
     Raises:
         RunError: a file is damaged.
     """
+    scalars = read_scalars(path)
     try:
-        scalars = json.loads((path / "state.json").read_text())
         with safe_open(path / "state.safetensors", "pt") as file:
             return scalars, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (OSError, ValueError, SafetensorError) as error:
         raise RunError(f"cannot read checkpoint {path}: {error}; remove it and use --resume again") from error
 
 
-def restore(path: Path, drafters: Sequence[DrafterLane], identity: dict) -> dict:
+def check_identity(path: Path, identity: dict) -> None:
+    """Refuse to go on with another drafter, target, data, loss, schedule or seed.
+
+    Raises:
+        RunError: the field that differs is named.
+    """
+    made_of = read_scalars(path)
+    for key, expected in identity.items():
+        if made_of.get(key) != expected:
+            raise RunError(
+                f"checkpoint {path} was made with {key} = {made_of.get(key)!r}, the profile gives {expected!r}; "
+                "resume with the run's own profile.toml, or start a new run"
+            )
+
+
+def restore(path: Path, drafters: Sequence[DrafterLane]) -> dict:
     """Write a checkpoint into the drafters' persistent tensors and return its scalars.
 
     Raises:
-        RunError: it belongs to another drafter, data or seed; the field is named.
+        RunError: a file is damaged.
     """
     scalars, tensors = read(path)
-    for key, expected in identity.items():
-        if scalars.get(key) != expected:
-            raise RunError(
-                f"checkpoint {path} was made with {key} = {scalars.get(key)!r}, the profile gives {expected!r}; "
-                "resume with the run's own profile.toml or start a new run"
-            )
     spans = drafters[0].flat.spans
     flats = {kind: torch.cat([tensors[f"{kind}.{name}"].flatten() for name in spans]) for kind in ("master", *MOMENTS)}
     with torch.no_grad():

@@ -110,7 +110,10 @@ class DrafterLane:
             "master": self.optimizer.master.detach(),
             "values": self.flat.values,
             "grads": self.flat.grads,
+            "sums": self.sums,
             "published": self.published,
+            "step_count": self.optimizer.step_count,
+            "skipped": self.optimizer.skipped,
             **self.optimizer.state,
         }
 
@@ -173,8 +176,13 @@ class DrafterLane:
             step="drafter",
             bucket=bucket.name,
             run=lambda: self.forward_backward(views),
-            inputs=views.inputs(),
-            outputs={"grads": self.flat.grads, "sums": self.sums},
+            inputs={
+                **views.inputs(),
+                "values": self.flat.values,
+                "embedding": self.parts.embedding,
+                "lm_head": self.parts.lm_head,
+            },
+            outputs={"grads": self.flat.grads, "sums": self.sums, "repeat": self.repeat},
             fill=prepare,
             predicted_bytes=draft_tokens * per_draft_token + bucket.rows * bucket.context * per_context_token,
         )

@@ -100,7 +100,7 @@ class LateFigures:
 
 
 class Tally:
-    """A run's figures: every step to metrics.jsonl, appended and never rewritten; the first and last steps kept.
+    """A run's figures: every step appended to metrics.jsonl; the first and last steps kept.
 
     Args:
         first_step: on a resume, lines of later steps are dropped, since they will be written again.
@@ -111,8 +111,9 @@ class Tally:
     def __init__(self, block_size: int, path: Path, first_step: int):
         self.block_size = block_size
         kept = path.read_text().splitlines() if path.is_file() else []
-        kept = [line for line in kept if json.loads(line)["step"] <= first_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        rewritten = path.with_name(f".{path.name}.partial")
+        rewritten.write_text("".join(line + "\n" for line in kept if 0 < step_of(line) <= first_step))
+        rewritten.replace(path)
         self.file = path.open("a", encoding="utf-8", buffering=1)
         self.first: list[StepFigures] = []
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
@@ -148,6 +149,14 @@ class Tally:
 
     def close(self) -> None:
         self.file.close()
+
+
+def step_of(line: str) -> int:
+    """The step of a line of metrics.jsonl; 0 for one that an interruption tore."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
 
 
 def mean(values: Iterable[float | None]) -> float | None:

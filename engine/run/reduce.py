@@ -2,6 +2,8 @@
 
 Promises: the owner of a slice holds the sum of all drafters' gradients for it, added in drafter order (deterministic);
 every drafter ends a step with bit-equal parameters. Copies stay outside the graphs. With one drafter nothing is done.
+NOTE: a copy between devices runs on the source's default stream and waits for the destination's current one, which has
+waited for every drafter in `meet`: so its source is complete too.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ class Reduction:
 
     def __init__(self, drafters: Sequence[DrafterLane]):
         self.drafters = drafters
-        self.inboxes = [torch.empty_like(d.optimizer.master, requires_grad=False).float() for d in drafters]
+        if len(drafters) == 1:
+            return
+        self.inboxes = [torch.empty_like(d.optimizer.master, requires_grad=False) for d in drafters]
         self.sums = [torch.zeros(len(drafters), d.sums.numel(), device=d.device) for d in drafters]
         self.norms = [torch.zeros(len(drafters), 1, device=d.device) for d in drafters]
         self.points = [Event(d.device) for d in drafters]

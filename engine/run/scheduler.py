@@ -46,6 +46,7 @@ class Rig:
     targets: Sequence[TargetLane]
     drafters: Sequence[DrafterLane]
     rings: Sequence[Sequence[HandOffSlot]]
+    reduction: Reduction
     host_slots: Sequence[Tensor]  # uint8, pinned where a device is a GPU
     buckets: Sequence[Bucket]
 
@@ -68,7 +69,6 @@ class Scheduler:
         self.rig, self.source, self.lengths = rig, source, lengths
         self.reuse, self.accumulate = reuse, accumulate
         self.micro_step = start_micro_step
-        self.reduction = Reduction(rig.drafters)
         self.extracted = [Event(target.lane.device) for target in rig.targets]
         self.handed = [Event(target.lane.device) for target in rig.targets]
         self.copy_streams = [
@@ -83,6 +83,8 @@ class Scheduler:
         self.replays: dict[str, int] = {}
         self.real_tokens = 0
         self.look_ahead_waits = 0
+        # What was written so far went to other streams than the lanes', which nothing else orders.
+        self.drain()
         if start_micro_step % reuse:
             # A resume in the middle of an extraction's repeats: extract again, then go on with the next repeat.
             self.extract(start_micro_step // reuse)
@@ -105,7 +107,7 @@ class Scheduler:
                 self.finish(extraction, index)
             self.micro_step += 1
         with nvtx_range("drafter", "optimizer"):
-            self.reduction.step()
+            self.rig.reduction.step()
         self.count("optimizer", "")
 
     def extract(self, extraction: int) -> None:

@@ -221,9 +221,9 @@ def list_tasks() -> Iterator[tuple[str, str, str, Any]]:
             examples = [(repr(numbers), total([x for x in numbers if holds(x)] or [0]))]
             yield from fill(TOTAL_TEST_TASK, examples, name=name, test=test, phrase=phrase)
     for test, (phrase, holds) in INTEGER_TESTS.items():
-        kept, positions = [x for x in INTEGERS if holds(x)], [i for i, x in enumerate(INTEGERS) if holds(x)]
-        rest = [x for x in INTEGERS if not holds(x)]
-        results = (kept, len(kept), bool(kept), not rest, rest, positions)
+        true, positions = [x for x in INTEGERS if holds(x)], [i for i, x in enumerate(INTEGERS) if holds(x)]
+        false = [x for x in INTEGERS if not holds(x)]
+        results = (true, len(true), bool(true), not false, false, positions)
         yield from fill(INTEGER_TEST_TASKS, [(integers, r) for r in results], test=test, phrase=phrase)
 
 
