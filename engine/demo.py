@@ -12,8 +12,8 @@ from rich.table import Table
 from draftgraph.engine import plan as planning
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.data.prepare import prepare
+from draftgraph.engine.data.prompts import HUMAN_EVAL
 from draftgraph.engine.data.template import Template
-from draftgraph.engine.evaluate import HUMAN_EVAL
 from draftgraph.engine.models.export import export_zlab
 from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenizer
 from draftgraph.engine.saved import evaluate_saved, load_saved

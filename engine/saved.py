@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from draftgraph.engine.config import Profile, load_profile
+from draftgraph.engine.data.prompts import load_prompts
 from draftgraph.engine.errors import UsageError
-from draftgraph.engine.evaluate import PlainCache, evaluate, load_prompts
+from draftgraph.engine.evaluate import PlainCache, evaluate
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.export import load_zlab
 from draftgraph.engine.models.target import load_config, load_model, load_tokenizer
@@ -18,7 +19,7 @@ from draftgraph.engine.run import checkpoint
 
 @dataclass(frozen=True)
 class SavedDrafter:
-    """A drafter on the CPU in float32 and its origin. NOTE: its rotary table is short; `evaluate` makes a longer one."""
+    """A drafter on the CPU in float32 and its origin. NOTE: its rotary table is short; `evaluate` makes its own."""
 
     drafter: Drafter
     target: str  # the target's name; empty where the source does not say

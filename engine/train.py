@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.memory import MemoryWatch
@@ -20,6 +19,7 @@ from draftgraph.engine.build import Engine, build
 from draftgraph.engine.config import Profile, to_toml
 from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError
 from draftgraph.engine.plan import Plan, make_plan
+from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.metrics import LateFigures, Tally
 from draftgraph.engine.run.scheduler import Scheduler
@@ -58,18 +58,6 @@ def readable_errors() -> Iterator[None]:
             f"a device ran out of memory: {str(error).splitlines()[0]} Lower buckets.context_tokens, "
             "buckets.draft_tokens or drafter.chunk_slots, or place fewer roles on the device"
         ) from error
-
-
-def progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        expand=True,
-    )
 
 
 @contextmanager

@@ -7,8 +7,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from draftgraph.engine.data.prompts import load_prompts
 from draftgraph.engine.errors import DataError, UsageError
-from draftgraph.engine.evaluate import encode_prompt, evaluate, load_prompts, stop_tokens, with_positions
+from draftgraph.engine.evaluate import encode_prompt, evaluate, stop_tokens, with_positions
 from draftgraph.engine.models.drafter import Drafter, DrafterShape
 
 WORDS = ["<end>", "<user>", "<bot>", *"abcdefghijklm"]

@@ -9,30 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from draftgraph.engine.data.prompts import load_prompts, render_prompt
 from draftgraph.engine.errors import DataError
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The `prompt` of every line of a JSON-lines file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the prompts {path}: {error}") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f'{path}:{number}: expected one {{"prompt": "..."}} per line, found {line[:60]!r}'
-            ) from error
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise DataError(f"{path}:{number}: the prompt must be a text that is not empty, found {prompt!r}")
-        prompts.append(prompt)
-    return prompts
+from draftgraph.engine.progress import progress_bar
 
 
 def answered(out: Path) -> set[str]:
@@ -51,10 +30,7 @@ def answered(out: Path) -> set[str]:
 
 def answers(prompts: list[str], model: Any, tokenizer: Any, max_new_tokens: int) -> list[str]:
     """Greedy answers of one batch; left padding, so that every answer starts at the same column."""
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
-        for p in prompts
-    ]
+    texts = [render_prompt(tokenizer, prompt) for prompt in prompts]
     # The template wrote the special tokens already.
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     batch = batch.to(model.device)
@@ -82,7 +58,7 @@ def regenerate(
     """Append the target's greedy answer to every prompt that `out` does not answer yet.
 
     Args:
-        prompts_path: JSON lines of {"prompt": text}.
+        prompts_path: any file of prompts that `load_prompts` takes.
         model: a causal LM with `generate`, on its device.
         tokenizer: its tokenizer, with a chat template and a pad token.
         out: JSON lines of {"messages": [user, assistant]}, created or continued.
@@ -94,15 +70,15 @@ def regenerate(
     Raises:
         DataError: the prompts cannot be read, or `out` holds something else.
     """
-    prompts = list(dict.fromkeys(read_prompts(prompts_path)))
+    prompts = list(dict.fromkeys(load_prompts(str(prompts_path))))
     done = answered(out)
     open_prompts = [prompt for prompt in prompts if prompt not in done]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
-        out.open("a", encoding="utf-8", newline="\n") as file,
-    ):
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = out.open("a", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror}; name another --out") from error
+    with progress_bar(disable=not progress) as bar, file:
         task = bar.add_task("answering", total=len(prompts), completed=len(prompts) - len(open_prompts))
         for batch in batches(open_prompts, batch_size):
             for prompt, answer in zip(batch, answers(batch, model, tokenizer, max_new_tokens), strict=True):
