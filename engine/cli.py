@@ -268,10 +268,10 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
     if args.json:
         print(json.dumps(summary))
-    else:
+    elif args.command != "demo":  # which tells its own story
         from draftgraph.engine.show import summary_table
 
-        flat = {k: v for k, v in summary.items() if not isinstance(v, list | dict) or k == "rows_skipped"}
+        flat = {k: v for k, v in summary.items() if not isinstance(v, list | dict) or k in ("rows_skipped", "split")}
         Console().print(summary_table(f"draftgraph {args.command}", flat))
     return 0
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -44,10 +45,10 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
 
     def chapter(number: int, title: str) -> None:
         minutes, seconds = divmod(int(time.perf_counter() - started), 60)
-        console.rule(f"[bold]{number}/5 {title}[/]  ({minutes}:{seconds:02d})", align="left")
+        console.rule(f"[bold]{number}/5 {title}[/] ({minutes}:{seconds:02d})", align="left")
 
     profile = load_profile(name, [f'data.shards="{shards}"'])
-    chapter(1, f"prepare: {CONVERSATIONS.name} through the chat template of SmolLM2-135M-Instruct")
+    chapter(1, f"prepare {CONVERSATIONS.name} for SmolLM2-135M-Instruct")
     prepare(
         [CONVERSATIONS],
         Template(load_tokenizer(EMBEDDED)),
@@ -59,18 +60,18 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
         target=EMBEDDED,
         progress=True,
     )
-    chapter(2, f"plan: profile {name}")
+    chapter(2, f"plan profile {name}")
     show_plan(console, planning.summary(planning.make_plan(profile)))
     chapter(
         3, "train: warm up and " + ("capture CUDA graphs" if on_gpu else "run eagerly (no GPU)") + ", then the steps"
     )
     trained = train(profile, folder, False, console)
-    chapter(4, f"evaluate: {NUM_PROMPTS} HumanEval prompts, real speculative decoding, before and after training")
+    chapter(4, f"evaluate: {NUM_PROMPTS} HumanEval prompts, before and after training")
     saved = load_saved(folder)
     measured = evaluate_saved(saved, "", HUMAN_EVAL, NUM_PROMPTS, NEW_TOKENS, with_untrained=True)
-    chapter(5, "export: the drafter in z-lab's form, for SGLang and vLLM")
+    chapter(5, "export: for z-lab's code, SGLang and vLLM")
     card = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "steps": trained["steps"]}
-    exported = export_zlab(
+    export_zlab(
         folder / "drafter", saved.drafter, load_config(EMBEDDED), card={**card, "acceptance": measured["acceptance"]}
     )
     summary = {
@@ -91,7 +92,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
         "graphs": trained["graphs"],
         "alloc_bytes_per_step": trained["alloc_bytes_per_step"],
         "device_used_range_bytes": trained["device_used_range_bytes"],
-        "export": exported["path"],
+        "export": str(folder / "drafter"),
         "receipt": trained["receipt"],
     }
     console.print(story(summary))
@@ -101,30 +102,28 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
 def story(s: dict[str, Any]) -> Panel:
     """What a newcomer should take away."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("", "[bold]before[/]", "[bold]after training[/]")
-    table.add_row(
-        "tokens per forward of the target, measured on HumanEval",
-        f"{s['acceptance_untrained']:.3f}",
-        f"[bold green]{s['acceptance_trained']:.3f}[/]",
-    )
-    table.add_row(
-        "the same, simulated on the training rows",
-        f"{s['simulated_acceptance_before']:.3f}",
-        f"{s['simulated_acceptance_after']:.3f}",
-    )
-    table.add_row("training loss", f"{s['loss_first']:.2f}", f"{s['loss_last']:.2f}")
+    table.add_row("", "[bold]before[/]", "[bold]after[/]")
+    rows = [
+        ("tokens per target forward, on HumanEval", "acceptance_untrained", "acceptance_trained"),
+        ("the same, simulated on training rows", "simulated_acceptance_before", "simulated_acceptance_after"),
+        ("training loss", "loss_first", "loss_last"),
+    ]
+    for name, before, after in rows:
+        table.add_row(name, f"{s[before]:.3f}", f"[bold green]{s[after]:.3f}[/]")
     same = "identical to" if s["identical_to_greedy"] else "[bold red]NOT identical to[/]"
-    mode = f"{s['graphs']} captured CUDA graphs" if s["graphs"] else "eager on CPU, no graphs"
+    mode = f"{s['graphs']} captured CUDA graphs" if s["graphs"] else "eagerly on the CPU, no graphs"
     text = (
-        "A small drafter learned to guess the next words of SmolLM2-135M-Instruct. The model checks\n"
-        "each guess in one forward, so its answers stay the same and come in fewer forwards.\n"
-        "(1.000 means that no guess was right: the token that each check yields anyway is counted.)\n"
+        "A small drafter learned to guess the next words of SmolLM2-135M-Instruct.\n"
+        "The model checks each guess in one forward, so its answers stay the same\n"
+        "and come in fewer forwards. (1.000: no guess was right; the token that\n"
+        "each check yields anyway is counted.)\n"
     )
     rest = (
         f"\nAnswers {same} plain greedy decoding.\n"
         f"{s['steps']} steps, {mode}, {s['seconds'] / 60:.1f} minutes in all.\n"
-        f"Run folder: {s['run']} (metrics.jsonl, warmup.json, receipt.json)\n"
-        f"Drafter for SGLang and vLLM: {s['export']}\n"
-        f"Next: draftgraph eval {s['run']} --num-prompts 32, or your own data: draftgraph prepare --help"
+        f"Run folder: {escape(s['run'])}\n"
+        f"Drafter for SGLang and vLLM: {escape(s['export'])}\n"
+        f"Next: draftgraph eval {escape(s['run'])} --num-prompts 32\n"
+        "Your own data: draftgraph prepare --help"
     )
     return Panel(Group(text, table, rest), title="[bold]draftgraph demo[/]", title_align="left", expand=False)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +15,7 @@ def bytes_text(value: float | None) -> str:
         return "-"
     for unit in UNITS:
         if abs(value) < 1024 or unit == UNITS[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.3g} {unit}"
         value /= 1024
     raise AssertionError
 
@@ -43,51 +44,49 @@ def summary_table(title: str, values: dict[str, Any]) -> Table:
     return table
 
 
-def columns_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if isinstance(rows[0].get(name), str) else "right")
+def columns_table(title: str, rows: list[dict[str, str]]) -> Table:
+    """Rows of ready texts under the keys of the first; the first column is a name, the others are figures."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    for index, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(cell(name, row.get(name)) for name in columns))
+        table.add_row(*row.values())
     return table
 
 
 def show_plan(console: Console, values: dict[str, Any]) -> None:
-    rows = [
-        {**bucket, "data rows": count}
-        for bucket, count in zip(values["buckets"], values["rows_per_bucket"], strict=True)
+    buckets = [
+        {"rows": str(b["rows"]), "context": str(b["context"]), "anchors": str(b["anchors"]), "data rows": str(count)}
+        for b, count in zip(values["buckets"], values["rows_per_bucket"], strict=True)
     ]
-    console.print(columns_table("Buckets: padded shapes, one graph each", rows, list(rows[0])))
-    parts = [
-        {
-            "device": device,
-            **{f"{name}_bytes": size for name, size in sizes.items()},
-            "total_bytes": sum(sizes.values()),
-        }
+    console.print(columns_table("Buckets", buckets))
+    parts = ("weights", "gradients", "states", "batch", "pool")
+    memory = [
+        {"device": device}
+        | {part: bytes_text(sizes.get(part)) for part in parts}
+        | {"total": bytes_text(sum(sizes.values()))}
         for device, sizes in values["device_bytes"].items()
     ]
-    names = ["device", "weights_bytes", "gradients_bytes", "states_bytes", "batch_bytes", "pool_bytes", "total_bytes"]
-    console.print(columns_table("Predicted memory (pool: an estimate, capture measures it)", parts, names))
-    rest = {k: v for k, v in values.items() if k not in ("buckets", "rows_per_bucket", "device_bytes")}
-    console.print(summary_table("Plan", rest))
+    console.print(columns_table("Predicted memory (the pool is an estimate; capture measures it)", memory))
 
 
 def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
     captured = evidence["mode"] == "graph"
-    rows = [{**row, "kernels": sum(row["kernels"].values()) if row["kernels"] else None} for row in evidence["graphs"]]
-    names = [
-        "lane",
-        "device",
-        "step",
-        "bucket",
-        "nodes",
-        "kernels",
-        "pool_bytes",
-        "eager_ms",
-        "replay_ms",
-        "max_difference",
-    ]
-    console.print(columns_table("Evidence: one row per graph" if captured else "Evidence: eager steps", rows, names))
+    rows = []
+    for row in evidence["graphs"]:
+        number = row["lane"].split()[-1]
+        shown = {"graph" if captured else "step": f"{row['step']} {number}", "bucket": row["bucket"] or "-"}
+        if captured:
+            shown["nodes"] = cell("", row["nodes"])
+            shown["kernels"] = cell("", sum(row["kernels"].values()) if row["kernels"] else None)
+            shown["pool"] = bytes_text(row["pool_bytes"])
+        shown["eager ms"] = cell("", row["eager_ms"])
+        if captured:
+            shown["replay ms"] = cell("", row["replay_ms"])
+        rows.append(shown)
+    console.print(columns_table(f"Evidence, on {', '.join(sorted({r['device'] for r in evidence['graphs']}))}", rows))
+    for op, called in evidence["ops"].items():
+        console.print(f"{op}: {called}", markup=False, highlight=False)
     if captured:
         rounds = evidence["verification"]["rounds"]
         console.print(
@@ -95,7 +94,8 @@ def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
             "bit-equal to the eager run."
         )
     else:
+        worst = evidence["verification"]["padded_against_unpadded_relative_difference"]
         console.print(
             "Ran EAGERLY, as the profile says: no graph was captured, so nodes, kernels, pool and replay do not apply. "
-            "Verified: buckets with NaN in every pad equal their rows alone."
+            f"Verified: buckets with NaN in every pad equal their rows alone, to {worst:.1e}."
         )
