@@ -53,6 +53,12 @@ def test_layers_after_the_last_tap_do_not_run(tmp_path):
     assert ran == [0, 1, 2, 3, 4]
 
 
+def test_taps_need_no_hooks_that_could_come_too_late(tmp_path):
+    target = tiny_target(tmp_path, "qwen3_5_text")
+    extract(target, torch.zeros(1, 4, dtype=torch.long))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in target.model.modules())
+
+
 def test_a_tied_head_is_the_embedding(tmp_path):
     tied = tiny_target(tmp_path, "llama")
     assert tied.lm_head.data_ptr() == tied.embedding.data_ptr()
