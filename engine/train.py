@@ -62,16 +62,15 @@ def readable_errors() -> Iterator[None]:
 
 @contextmanager
 def warm_engine(plan: Plan, folder: Path, console: Console) -> Iterator[tuple[Engine, dict[str, Any]]]:
-    """An engine, warmed up and verified, and its evidence, which is written to warmup.json; closed at the end."""
+    """An engine, warmed up and verified, and its evidence, which is written to warmup.json."""
     with readable_errors():
         engine = build(plan, lambda line: console.print(line, markup=False))
-        try:
-            with progress_bar(console) as progress:
-                evidence = warm_up(engine, progress)
-            (folder / "warmup.json").write_text(json.dumps(evidence, indent=1) + "\n")
-            yield engine, evidence
-        finally:
-            engine.close()
+        with progress_bar(console) as progress:
+            evidence = warm_up(engine, progress)
+        (folder / "warmup.json").write_text(json.dumps(evidence, indent=1) + "\n")
+        yield engine, evidence
+        # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.
+        engine.close()
 
 
 def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
