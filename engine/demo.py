@@ -1,5 +1,6 @@
 """`draftgraph demo`: the whole job on a small real model, and what came of it in words a newcomer understands."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
         "export": str(folder / "drafter"),
         "receipt": trained["receipt"],
     }
+    (folder / "demo.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(story(summary))
     return summary
 
