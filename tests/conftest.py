@@ -10,6 +10,7 @@ HAS_GPU = torch.cuda.is_available()
 # NOTE: read by triton when it is first imported; neither this file nor torch imports it before.
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
