@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftgraph.engine.data.anchors import RULES
+from draftgraph.engine.data.formats import FORMS
 from draftgraph.engine.errors import DraftgraphError, UsageError
 
 Summary = dict[str, Any]
@@ -40,6 +41,7 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
         anchor_rule=args.anchor_rule,
         target=args.target,
         progress=True,
+        form=args.format,
     )
     return summary
 
@@ -167,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
         "read conversations, apply the chat template, write token shards",
         "example: draftgraph prepare chats.jsonl --target smollm2 --out shards/chats",
     )
-    sub.add_argument("inputs", nargs="+", metavar="FILE", help="JSON or JSON-lines files, or folders of them")
+    sub.add_argument("inputs", nargs="+", metavar="FILE", help="files of conversations, or folders of them")
     sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
     sub.add_argument("--out", required=True, metavar="DIR", help="shard folder to write")
     sub.add_argument(
@@ -176,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--block-size", type=positive, default=16, metavar="K", help="shorter rows are left out (%(default)s)"
     )
+    sub.add_argument("--format", choices=FORMS, help="the form of every row (default: each row's keys tell)")
     sub.add_argument("--anchor-rule", choices=RULES, default=RULES[0], help="(%(default)s)")
 
     sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")

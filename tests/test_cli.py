@@ -10,7 +10,10 @@ from tiny import profile_values, write_target
 from draftgraph.engine.cli import main, parser
 
 INTERFACE = {
-    "prepare": ["inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"],
+    "prepare": [
+        *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
+        "--format",
+    ],
     "plan": ["profile", "--run", "--set", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],

@@ -16,7 +16,8 @@ from draftgraph.engine.errors import DataError
 TOKENIZER = chat_tokenizer()
 V = len(TOKENIZER)
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes sir"}]}
-SETTINGS = {"max_context": 64, "block_size": 4, "vocab_size": V, "anchor_rule": "next-supervised", "progress": False}
+SETTINGS = {"max_context": 64, "block_size": 4, "vocab_size": V, "anchor_rule": "next-supervised"}
+SETTINGS |= {"target": "tiny", "progress": False}
 
 
 def tokens(ids, mask):
@@ -34,7 +35,7 @@ def run(tmp_path, *rows, template=PLAIN, **changes):
     ("row", "reason"),
     [
         ("{broken", "bad json"),
-        ({"text": "hello"}, "not a conversation"),
+        ({"note": "hello"}, "not a conversation"),
         ({"messages": []}, "empty row"),
         (tokens([], []), "empty row"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "no supervised token"),
@@ -108,7 +109,7 @@ def test_files_and_folders_of_several_forms_go_into_one_shard_folder(tmp_path):
 
 def test_no_usable_row_is_a_readable_error_that_counts(tmp_path):
     with pytest.raises(DataError, match=r"none of 2 rows can be used \(1 bad json, 1 not a conversation\)"):
-        run(tmp_path, "{broken", {"text": "x"})
+        run(tmp_path, "{broken", {"note": "x"})
     assert not (tmp_path / "shards").exists()
 
 

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from draftgraph.engine.data import doctor as reasons
 from draftgraph.engine.data.anchors import valid_anchors
 from draftgraph.engine.data.doctor import Doctor
-from draftgraph.engine.data.formats import Conversation, Row, Trouble, conversation_files, read_conversations
+from draftgraph.engine.data.files import conversation_files, read_conversations
+from draftgraph.engine.data.formats import Row, Tokens, Trouble
 from draftgraph.engine.data.shards import ShardWriter
 from draftgraph.engine.data.template import Template, TemplateRefusal
 from draftgraph.engine.errors import DataError
@@ -44,6 +45,7 @@ def prepare(
     anchor_rule: str,
     target: str,
     progress: bool,
+    form: str | None = None,
 ) -> dict[str, Any]:
     """Write the token shards of conversations.
 
@@ -57,6 +59,7 @@ def prepare(
         anchor_rule: rows without a valid anchor under it are left out.
         target: the target's name, as profiles give it; recorded in the shards.
         progress: show a bar on stderr.
+        form: the form of all rows; without it each row's keys tell.
     Returns:
         The doctor's summary, with `shards` (how many) and `path`.
     Raises:
@@ -73,7 +76,7 @@ def prepare(
     ):
         task = bar.add_task("prepare", total=sum(sizes)) if bar else None
         for index, file in enumerate(files):
-            for row in read_conversations(file):
+            for row in read_conversations(file, form):
                 found = _examine(row, template, max_context, block_size, vocab_size, anchor_rule)
                 if isinstance(found, _Skipped):
                     doctor.skip(found.reason, row.where, found.detail)
@@ -99,7 +102,7 @@ def _examine(
     """The row as it goes into a shard, or why it does not."""
     if isinstance(row, Trouble):
         return _Skipped(row.reason, row.detail)
-    if isinstance(row, Conversation):
+    if not isinstance(row, Tokens):
         try:
             encoded = template.encode(row)
         except TemplateRefusal as refusal:

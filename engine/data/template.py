@@ -16,7 +16,7 @@ import json
 import re
 from typing import Any
 
-from draftgraph.engine.data.formats import Conversation
+from draftgraph.engine.data.formats import Conversation, Rendered
 from draftgraph.engine.errors import DataError
 
 Span = tuple[int, int]  # characters of the rendered text
@@ -44,8 +44,12 @@ class Template:
         added = tokenizer.added_tokens_decoder.values()
         self._specials = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
 
-    def encode(self, row: Conversation) -> tuple[list[int], list[bool]]:
-        """Tokenise a conversation: input_ids, and for each whether the assistant wrote it."""
+    def encode(self, row: Conversation | Rendered) -> tuple[list[int], list[bool]]:
+        """Tokenise a row: input_ids, and for each whether it is supervised: all of a text that came rendered."""
+        if isinstance(row, Rendered):
+            _check_text(row.text)
+            ids = self.tokenizer(row.text, add_special_tokens=False, verbose=False)["input_ids"]
+            return list(ids), [True] * len(ids)
         if any("tool_calls" in message for message in row.messages) and "tool_calls" not in self.source:
             raise TemplateRefusal("the chat template does not write tool calls, and this row has some")
         if self._has_tags:
@@ -67,14 +71,12 @@ class Template:
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
         try:
             rendered = self.tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **options})
-            if isinstance(rendered, str):
-                rendered.encode()
-            return rendered
-        except UnicodeEncodeError as error:
-            raise TemplateRefusal("the text holds half of a surrogate pair") from error
         # A template is a program of its author's that runs on the user's row: it may raise anything.
         except Exception as error:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+        if isinstance(rendered, str):
+            _check_text(rendered)
+        return rendered
 
     def _prefix_spans(self, row: Conversation, text: str) -> list[Span]:
         """Each assistant turn is what its message adds to the prompt before it; empty when a prefix is not stable."""
@@ -118,6 +120,13 @@ class Template:
         """The model stops at its end-of-turn token: a line break that a template adds behind is not the model's."""
         written = text[start:stop].rstrip()
         return start + len(written) if written.endswith(self._specials) else stop
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TemplateRefusal("the text holds half of a surrogate pair") from error
 
 
 def _shared(first: str, second: str) -> int:
