@@ -18,6 +18,7 @@ from rich.text import Text
 
 from draftgraph.engine.data.anchors import RULES
 from draftgraph.engine.data.formats import FORMS
+from draftgraph.engine.data.masks import TURNS
 from draftgraph.engine.errors import DraftgraphError, UsageError
 
 Summary = dict[str, Any]
@@ -25,25 +26,29 @@ Summary = dict[str, Any]
 
 
 def prepare(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.data.masks import Supervision
     from draftgraph.engine.data.prepare import prepare as prepare_rows
+    from draftgraph.engine.data.prepare import show_rows
     from draftgraph.engine.data.template import Template
     from draftgraph.engine.models.target import load_config, load_tokenizer
 
+    if not args.out and not args.show:
+        raise UsageError("prepare needs --out DIR to write shards, or --show N to look at rows only")
     config = load_config(args.target)
     console.print(f"reading the tokenizer of {args.target}", markup=False)
-    summary = prepare_rows(
-        args.inputs,
-        Template(load_tokenizer(args.target)),
-        args.out,
-        max_context=args.max_context,
-        block_size=args.block_size,
-        vocab_size=config.vocab_size,
-        anchor_rule=args.anchor_rule,
-        target=args.target,
-        progress=True,
-        form=args.format,
-    )
-    return summary
+    template = Template(load_tokenizer(args.target), Supervision(args.turns, args.thinking, args.tool_calls))
+    rules = {
+        "max_context": args.max_context,
+        "block_size": args.block_size,
+        "vocab_size": config.vocab_size,
+        "anchor_rule": args.anchor_rule,
+        "form": args.format,
+    }
+    if args.show:
+        shown = show_rows(args.inputs, template, args.show, console, **rules)
+        if not args.out:
+            return shown
+    return prepare_rows(args.inputs, template, args.out, target=args.target, progress=True, **rules)
 
 
 def plan(args: argparse.Namespace, console: Console) -> Summary:
@@ -167,11 +172,12 @@ def parser() -> argparse.ArgumentParser:
         "prepare",
         prepare,
         "read conversations, apply the chat template, write token shards",
-        "example: draftgraph prepare chats.jsonl --target smollm2 --out shards/chats",
+        "example: draftgraph prepare chats.jsonl --target smollm2 --show 3\n"
+        "         draftgraph prepare chats.jsonl --target smollm2 --out shards/chats",
     )
     sub.add_argument("inputs", nargs="+", metavar="FILE", help="files of conversations, or folders of them")
     sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
-    sub.add_argument("--out", required=True, metavar="DIR", help="shard folder to write")
+    sub.add_argument("--out", metavar="DIR", help="shard folder to write")
     sub.add_argument(
         "--max-context", type=positive, default=4096, metavar="TOKENS", help="longer rows are cut (%(default)s)"
     )
@@ -179,6 +185,14 @@ def parser() -> argparse.ArgumentParser:
         "--block-size", type=positive, default=16, metavar="K", help="shorter rows are left out (%(default)s)"
     )
     sub.add_argument("--format", choices=FORMS, help="the form of every row (default: each row's keys tell)")
+    sub.add_argument(
+        "--turns", choices=TURNS, default=TURNS[0], help="the assistant's turns that are supervised (%(default)s)"
+    )
+    for name in ("thinking", "tool-calls"):
+        sub.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=f"supervise {name.replace('-', ' ')}"
+        )
+    sub.add_argument("--show", type=positive, metavar="N", help="print the first N used rows, supervised tokens marked")
     sub.add_argument("--anchor-rule", choices=RULES, default=RULES[0], help="(%(default)s)")
 
     sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")

@@ -14,22 +14,18 @@ there are assistant turns.
 import hashlib
 import json
 import re
+from itertools import groupby
 from typing import Any
 
 from draftgraph.engine.data.formats import Conversation, Rendered
+from draftgraph.engine.data.masks import EVERYTHING, Span, Supervision, TemplateRefusal
 from draftgraph.engine.errors import DataError
-
-Span = tuple[int, int]  # characters of the rendered text
-
-
-class TemplateRefusal(DataError):
-    """The chat template cannot render this row, or its assistant turns cannot be found."""
 
 
 class Template:
     """A tokenizer's chat template, as prepare uses it."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, supervision: Supervision = EVERYTHING) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "the target's tokenizer has no chat template; use a chat model, or give rows of input_ids and loss_mask"
@@ -39,6 +35,7 @@ class Template:
                 f"{type(tokenizer).__name__} is a slow tokenizer without offsets; expected a fast one (tokenizer.json)"
             )
         self.tokenizer = tokenizer
+        self.supervision = supervision
         self.source = tokenizer.get_chat_template()
         self._has_tags = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
         added = tokenizer.added_tokens_decoder.values()
@@ -52,14 +49,15 @@ class Template:
             return list(ids), [True] * len(ids)
         if any("tool_calls" in message for message in row.messages) and "tool_calls" not in self.source:
             raise TemplateRefusal("the chat template does not write tool calls, and this row has some")
-        if self._has_tags:
-            options = {"return_dict": True, "return_assistant_tokens_mask": True}
-            encoded = self._apply(row.messages, row.tools, tokenize=True, **options)
-            return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
         text = self._apply(row.messages, row.tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        spans = self._prefix_spans(row, text) or self._header_spans(row, text)
-        mask = [any(start <= first < stop for start, stop in spans) for first, _ in encoded["offset_mapping"]]
+        offsets = encoded["offset_mapping"]
+        if self._has_tags:
+            turns = self._tag_spans(row, offsets)
+        else:
+            turns = self._prefix_spans(row, text) or self._header_spans(row, text)
+        spans = self.supervision.narrow(text, turns, row.messages)
+        mask = [any(start <= first < stop for start, stop in spans) for first, _ in offsets]
         return list(encoded["input_ids"]), mask
 
     def fingerprint(self) -> str:
@@ -77,6 +75,14 @@ class Template:
         if isinstance(rendered, str):
             _check_text(rendered)
         return rendered
+
+    def _tag_spans(self, row: Conversation, offsets: list[Span]) -> list[Span]:
+        """Each run of tokens that the template's own tags mark."""
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        marks = self._apply(row.messages, row.tools, tokenize=True, **options)["assistant_masks"]
+        runs = groupby(zip(marks, offsets, strict=True), lambda pair: bool(pair[0]))
+        tagged = [[offset for _, offset in run] for marked, run in runs if marked]
+        return [(run[0][0], run[-1][1]) for run in tagged]
 
     def _prefix_spans(self, row: Conversation, text: str) -> list[Span]:
         """Each assistant turn is what its message adds to the prompt before it; empty when a prefix is not stable."""
