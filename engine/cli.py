@@ -26,6 +26,7 @@ Summary = dict[str, Any]
 
 
 def prepare(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.data.doctor import report
     from draftgraph.engine.data.masks import Supervision
     from draftgraph.engine.data.prepare import prepare as prepare_rows
     from draftgraph.engine.data.prepare import show_rows
@@ -45,10 +46,16 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
         "form": args.format,
     }
     if args.show:
-        shown = show_rows(args.inputs, template, args.show, console, **rules)
-        if not args.out:
-            return shown
-    return prepare_rows(args.inputs, template, args.out, target=args.target, progress=True, **rules)
+        summary = show_rows(args.inputs, template, args.show, console, **rules)
+    if args.out:
+        limits = {"max_bad_rows": args.max_bad_rows, "strict": args.strict}
+        summary = prepare_rows(args.inputs, template, args.out, target=args.target, progress=True, **rules, **limits)
+        if not summary["picture"]:
+            console.print(
+                "no picture of the lengths: it needs the extra `data`: pip install 'draftgraph[data]'", markup=False
+            )
+    console.print(Text(report(summary)))
+    return summary
 
 
 def plan(args: argparse.Namespace, console: Console) -> Summary:
@@ -137,6 +144,13 @@ def positive(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"takes a share from 0 to 1, found {text}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole interface; tests/test_cli.py freezes it."""
     top = argparse.ArgumentParser(
@@ -193,6 +207,10 @@ def parser() -> argparse.ArgumentParser:
             f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=f"supervise {name.replace('-', ' ')}"
         )
     sub.add_argument("--show", type=positive, metavar="N", help="print the first N used rows, supervised tokens marked")
+    sub.add_argument(
+        "--max-bad-rows", type=share, default=1.0, metavar="SHARE", help="stop where more are skipped (%(default)s)"
+    )
+    sub.add_argument("--strict", action="store_true", help="stop at the first row that would be skipped")
     sub.add_argument("--anchor-rule", choices=RULES, default=RULES[0], help="(%(default)s)")
 
     sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")

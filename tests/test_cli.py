@@ -13,7 +13,7 @@ from draftgraph.engine.cli import main, parser
 INTERFACE = {
     "prepare": [
         *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
-        *("--format", "--turns", "--thinking", "--tool-calls", "--show"),
+        *("--format", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
     ],
     "plan": ["profile", "--run", "--set", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],

@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from draftgraph.engine.data.doctor import Doctor
-from draftgraph.engine.data.examine import Examiner, Rules, Skipped
+from draftgraph.engine.data.doctor import Doctor, report
+from draftgraph.engine.data.examine import Examiner, Kept, Rules, Skipped
 from draftgraph.engine.data.files import conversation_files, read_conversations
-from draftgraph.engine.data.shards import ShardWriter
+from draftgraph.engine.data.formats import Row, Trouble
+from draftgraph.engine.data.picture import draw_lengths
+from draftgraph.engine.data.shards import PICTURE, ShardWriter
 from draftgraph.engine.data.template import Template
 from draftgraph.engine.data.view import MARKS, row_text
 from draftgraph.engine.errors import DataError
@@ -34,6 +36,8 @@ def prepare(
     target: str,
     progress: bool,
     form: str | None = None,
+    max_bad_rows: float = 1.0,
+    strict: bool = False,
 ) -> dict[str, Any]:
     """Write the token shards of conversations.
 
@@ -48,10 +52,12 @@ def prepare(
         target: the target's name, as profiles give it; recorded in the shards.
         progress: show a bar on stderr.
         form: the form of all rows; without it each row's keys tell.
+        max_bad_rows: the largest share of rows that may be skipped.
+        strict: fail on the first row that would be skipped.
     Returns:
-        The doctor's summary, with `shards` (how many) and `path`.
+        The doctor's summary, with `shards` (how many), `path`, and `picture` (null without matplotlib).
     Raises:
-        DataError: an input cannot be read, `out` is something else, or no row is left.
+        DataError: an input cannot be read, `out` is something else, no row is left, or too many are bad.
     """
     doctor = Doctor()
     examiner = Examiner(template, Rules(max_context, block_size, vocab_size, anchor_rule))
@@ -67,16 +73,19 @@ def prepare(
         for index, file in enumerate(files):
             for row in read_conversations(file, form):
                 found = examiner.examine(row)
-                if isinstance(found, Skipped):
-                    doctor.skip(found.reason, row.where, found.detail)
-                else:
+                _count(doctor, row, found)
+                if isinstance(found, Kept):
                     writer.append(found.input_ids, found.loss_mask)
-                    doctor.use(len(found.input_ids), int(found.loss_mask.sum()), found.tokens_cut)
+                elif strict:
+                    raise DataError(f"the first bad row, and --strict is on\n{report(doctor.summary())}")
                 if bar and task is not None:
                     bar.update(task, completed=sum(sizes[:index]) + row.done * sizes[index])
-        _check_any_used(doctor)
+        _check(doctor, max_bad_rows)
+        drawn = draw_lengths(doctor.lengths, doctor.supervised, writer.partial / PICTURE)
         summary = doctor.summary()
-        return {**summary, "shards": writer.finish(summary), "path": str(out)}
+        shards = writer.finish(summary)
+    picture = str(Path(out) / PICTURE) if drawn else None
+    return {**summary, "shards": shards, "path": str(out), "picture": picture}
 
 
 def show_rows(
@@ -104,26 +113,34 @@ def show_rows(
     console.print("supervised: green" if coloured else f"supervised: between {' and '.join(MARKS)}")
     for row in (row for path in inputs for row in read_conversations(path, form)):
         found = examiner.examine(row)
+        _count(doctor, row, found)
         if isinstance(found, Skipped):
-            doctor.skip(found.reason, row.where, found.detail)
             continue
-        doctor.use(len(found.input_ids), int(found.loss_mask.sum()), found.tokens_cut)
         title = f"{row.where}: {int(found.loss_mask.sum())} of {len(found.input_ids)} tokens supervised"
         console.rule(Text(title), align="left")
         console.print(row_text(template.tokenizer, found.input_ids, found.loss_mask, coloured))
         if doctor.rows_used == count:
             break
-    _check_any_used(doctor)
+    _check(doctor, max_bad_rows=1.0)
     return doctor.summary()
 
 
-def _check_any_used(doctor: Doctor) -> None:
-    if doctor.rows_used:
-        return
+def _count(doctor: Doctor, row: Row | Trouble, found: Kept | Skipped) -> None:
+    if isinstance(found, Skipped):
+        doctor.skip(found.reason, row.where, found.detail)
+    else:
+        doctor.use(len(found.input_ids), int(found.loss_mask.sum()), found.tokens_cut, found.unknown_tokens)
+
+
+def _check(doctor: Doctor, max_bad_rows: float) -> None:
     summary = doctor.summary()
-    counts = ", ".join(f"{count} {reason}" for reason, count in summary["rows_skipped"].items())
-    examples = "".join(f"\n  {reason}: {found[0]}" for reason, found in summary["examples"].items())
-    raise DataError(f"none of {summary['rows_read']} rows can be used ({counts or 'the files are empty'}){examples}")
+    bad, read = doctor.rows_skipped.total(), summary["rows_read"]
+    if not doctor.rows_used:
+        raise DataError(f"no row can be used\n{report(summary)}" if read else "the files hold no row")
+    if bad > max_bad_rows * read:
+        raise DataError(
+            f"{bad / read:.1%} of the rows are bad, --max-bad-rows is {max_bad_rows:.1%}\n{report(summary)}"
+        )
 
 
 def _bar() -> Progress:

@@ -41,6 +41,13 @@ class Template:
         added = tokenizer.added_tokens_decoder.values()
         self._specials = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
 
+    @property
+    def unknown_id(self) -> int:
+        """The id of text that the tokenizer does not know, -1 where it knows all or its unknown token means more."""
+        others = (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id)
+        unknown = self.tokenizer.unk_token_id
+        return -1 if unknown is None or unknown in others else unknown
+
     def encode(self, row: Conversation | Rendered) -> tuple[list[int], list[bool]]:
         """Tokenise a row: input_ids, and for each whether it is supervised: all of a text that came rendered."""
         if isinstance(row, Rendered):
