@@ -25,8 +25,9 @@ PACKED_SUFFIXES = (".gz", ".zst")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SUFFIXES = (*JSON_SUFFIXES, *(f"{kind}{pack}" for kind in JSON_SUFFIXES for pack in PACKED_SUFFIXES), *TABLE_SUFFIXES)
 
-# The longest row that is parsed, about two million tokens of text; Python's values of one row take many times that.
-ROW_BYTES = 2**23
+# The longest row that is parsed, some 700,000 tokens of text: a tokenizer takes 150 times a row's bytes (measured on
+# SmolLM2's), and one row should stay below half a gigabyte.
+ROW_BYTES = 3 * 2**20
 _CHUNK = 2**20
 # NOTE: a zstd block may grow 30,000-fold; small pieces bound what one of them becomes.
 _PACKED_CHUNK = 2**11
