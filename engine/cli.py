@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from draftgraph.engine.data.anchors import RULES
+from draftgraph.engine.data.formats import FORMS
+from draftgraph.engine.data.masks import TURNS
 from draftgraph.engine.errors import DraftgraphError, UsageError
 
 Summary = dict[str, Any]
@@ -24,23 +26,35 @@ Summary = dict[str, Any]
 
 
 def prepare(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.data.doctor import report
+    from draftgraph.engine.data.masks import Supervision
     from draftgraph.engine.data.prepare import prepare as prepare_rows
+    from draftgraph.engine.data.prepare import show_rows
     from draftgraph.engine.data.template import Template
     from draftgraph.engine.models.target import load_config, load_tokenizer
 
+    if not args.out and not args.show:
+        raise UsageError("prepare needs --out DIR to write shards, or --show N to look at rows only")
     config = load_config(args.target)
     console.print(f"reading the tokenizer of {args.target}", markup=False)
-    summary = prepare_rows(
-        args.inputs,
-        Template(load_tokenizer(args.target)),
-        args.out,
-        max_context=args.max_context,
-        block_size=args.block_size,
-        vocab_size=config.vocab_size,
-        anchor_rule=args.anchor_rule,
-        target=args.target,
-        progress=True,
-    )
+    template = Template(load_tokenizer(args.target), Supervision(args.turns, args.thinking, args.tool_calls))
+    rules = {
+        "max_context": args.max_context,
+        "block_size": args.block_size,
+        "vocab_size": config.vocab_size,
+        "anchor_rule": args.anchor_rule,
+        "form": args.format,
+    }
+    if args.show:
+        summary = show_rows(args.inputs, template, args.show, console, **rules)
+    if args.out:
+        limits = {"max_bad_rows": args.max_bad_rows, "strict": args.strict}
+        summary = prepare_rows(args.inputs, template, args.out, target=args.target, progress=True, **rules, **limits)
+        if not summary["picture"]:
+            console.print(
+                "no picture of the lengths: it needs the extra `data`: pip install 'draftgraph[data]'", markup=False
+            )
+    console.print(Text(report(summary)))
     return summary
 
 
@@ -130,6 +144,13 @@ def positive(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"takes a share from 0 to 1, found {text}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole interface; tests/test_cli.py freezes it."""
     top = argparse.ArgumentParser(
@@ -165,17 +186,31 @@ def parser() -> argparse.ArgumentParser:
         "prepare",
         prepare,
         "read conversations, apply the chat template, write token shards",
-        "example: draftgraph prepare chats.jsonl --target smollm2 --out shards/chats",
+        "example: draftgraph prepare chats.jsonl --target smollm2 --show 3\n"
+        "         draftgraph prepare chats.jsonl --target smollm2 --out shards/chats",
     )
-    sub.add_argument("inputs", nargs="+", metavar="FILE", help="JSON or JSON-lines files, or folders of them")
+    sub.add_argument("inputs", nargs="+", metavar="FILE", help="files of conversations, or folders of them")
     sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
-    sub.add_argument("--out", required=True, metavar="DIR", help="shard folder to write")
+    sub.add_argument("--out", metavar="DIR", help="shard folder to write")
     sub.add_argument(
         "--max-context", type=positive, default=4096, metavar="TOKENS", help="longer rows are cut (%(default)s)"
     )
     sub.add_argument(
         "--block-size", type=positive, default=16, metavar="K", help="shorter rows are left out (%(default)s)"
     )
+    sub.add_argument("--format", choices=FORMS, help="the form of every row (default: each row's keys tell)")
+    sub.add_argument(
+        "--turns", choices=TURNS, default=TURNS[0], help="the assistant's turns that are supervised (%(default)s)"
+    )
+    for name in ("thinking", "tool-calls"):
+        sub.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=f"supervise {name.replace('-', ' ')}"
+        )
+    sub.add_argument("--show", type=positive, metavar="N", help="print the first N used rows, supervised tokens marked")
+    sub.add_argument(
+        "--max-bad-rows", type=share, default=1.0, metavar="SHARE", help="stop where more are skipped (%(default)s)"
+    )
+    sub.add_argument("--strict", action="store_true", help="stop at the first row that would be skipped")
     sub.add_argument("--anchor-rule", choices=RULES, default=RULES[0], help="(%(default)s)")
 
     sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")

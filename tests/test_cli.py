@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from test_data_template import chat_tokenizer
 from tiny import profile_values, write_target
 
 from draftgraph.engine.cli import main, parser
 
 INTERFACE = {
-    "prepare": ["inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"],
+    "prepare": [
+        *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
+        *("--format", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
+    ],
     "plan": ["profile", "--run", "--set", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
@@ -176,6 +180,33 @@ def test_eval_and_export_refuse_what_is_not_a_drafter(tmp_path, capsys):
     assert status == 2 and "neither a run folder" in err
     status, err = failure(capsys, "export", str(tmp_path), "--out", str(tmp_path / "out"))
     assert status == 2
+
+
+def chat_target(folder: Path) -> str:
+    """A folder that `prepare` takes as a target: a configuration and a tokenizer."""
+    tokenizer = chat_tokenizer()
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(tokenizer)}))
+    return str(folder)
+
+
+def test_prepare_shows_rows_and_writes_only_where_it_is_told_to(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "hi", "completion": "yes sir", "text": "hello" * 4}))
+    command = ["prepare", str(rows), "--target", chat_target(tmp_path / "target"), "--json"]
+    assert failure(capsys, *command)[0] == 2
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*command, "--show", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "\u27e6yes sir<|end|>\u27e7" in err
+    assert json.loads(out.splitlines()[-1])["rows_used"] == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main([*command, "--show", "1", "--format", "text", "--out", str(tmp_path / "shards")]) == 0
+    out, err = capsys.readouterr()
+    assert "\u27e6hellohello" in err
+    summary = json.loads(out.splitlines()[-1])
+    assert set(summary) >= {"rows_read", "rows_used", "rows_skipped", "tokens", "supervised_tokens", "shards"}
+    assert summary["tokens"] == summary["supervised_tokens"] == 20
 
 
 def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):

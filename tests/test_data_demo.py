@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from draftgraph.engine.data.formats import Conversation, read_conversations
+from draftgraph.engine.data.files import read_conversations
+from draftgraph.engine.data.formats import Conversation
 from draftgraph.profiles.load import DATA
 
 ROWS = list(read_conversations(DATA / "smollm2-code.jsonl"))

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from draftgraph.engine.data.formats import Conversation, Tokens, Trouble, read_conversations
-from draftgraph.engine.errors import DataError
+from draftgraph.engine.data.files import read_conversations
+from draftgraph.engine.data.formats import FORMS, Conversation, Rendered, Tokens, Trouble
 
 PAIR = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
@@ -27,6 +27,16 @@ def read(tmp_path, *rows, name="rows.jsonl"):
         {"instruction": "hi", "input": "", "output": "yes"},
         {"instruction": "hi", "output": "yes"},
         {"prompt": "hi", "completion": "yes"},
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+        {"prompt": "hi", "chosen": PAIR, "rejected": PAIR[:1], "messages": PAIR},
+        {"prompt": PAIR[:1], "chosen": PAIR[1:], "rejected": []},
+        {"chosen": PAIR, "rejected": PAIR},
+        {"instruction": "hi", "chosen": "yes", "rejected": "no"},
+        {
+            "conversations": PAIR[:1],
+            "chosen": {"from": "gpt", "value": "yes"},
+            "rejected": {"from": "gpt", "value": ""},
+        },
     ],
 )
 def test_every_form_is_read_as_the_same_messages(tmp_path, row):
@@ -66,6 +76,23 @@ def test_reasoning_and_tool_calls_are_kept_from_parts_and_from_fields(tmp_path):
         assert found.messages[1] == {**fields, "content": "", "tool_calls": [call]}
 
 
+def test_rendered_text_is_kept_as_it_is(tmp_path):
+    (found,) = read(tmp_path, {"text": "<s>hi</s> \ud83d\ude00"})
+    assert isinstance(found, Rendered)
+    assert found.text == "<s>hi</s> \U0001f600"
+
+
+def test_a_named_form_is_read_even_where_the_keys_tell_another(tmp_path):
+    row = {"messages": PAIR, "text": "hello", "prompt": "a", "completion": "b"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    kinds = {form: next(read_conversations(file, form)) for form in FORMS}
+    assert kinds["text"].text == "hello"
+    assert kinds["messages"].messages == PAIR
+    assert [message["content"] for message in kinds["completion"].messages] == ["a", "b"]
+    assert kinds["alpaca"].detail == "no key 'instruction', which the form alpaca needs"
+
+
 def test_tokenised_rows_keep_their_ids_and_mask(tmp_path):
     (found,) = read(tmp_path, {"input_ids": [5, -1, 7], "loss_mask": [0, 1, True]})
     assert isinstance(found, Tokens)
@@ -80,7 +107,9 @@ def test_tokenised_rows_keep_their_ids_and_mask(tmp_path):
         ('"text"', "not a conversation"),
         (7, "not a conversation"),
         ({}, "not a conversation"),
-        ({"text": "hello"}, "not a conversation"),
+        ({"text": 5}, "not a conversation"),
+        ({"text": ""}, "empty row"),
+        ({"note": "hello"}, "not a conversation"),
         ({"messages": None}, "not a conversation"),
         ({"messages": "hi"}, "not a conversation"),
         ({"messages": [3]}, "not a conversation"),
@@ -95,6 +124,16 @@ def test_tokenised_rows_keep_their_ids_and_mask(tmp_path):
         ({"messages": PAIR, "tools": 3}, "not a conversation"),
         ({"conversations": [{"from": "function_call", "value": "no json"}]}, "not a conversation"),
         ({"instruction": 1, "output": "x"}, "not a conversation"),
+        ({"chosen": "yes", "rejected": "no"}, "not a conversation"),
+        ({"chosen": PAIR[1:], "rejected": []}, "not a conversation"),
+        ({"chosen": 4, "rejected": []}, "not a conversation"),
+        ({"prompt": "hi", "chosen": [], "rejected": []}, "empty row"),
+        ({"prompt": "hi", "chosen": "", "rejected": ""}, "empty row"),
+        ({"messages": [{"role": "user", "content": [["nested"]]}]}, "not a conversation"),
+        ({"prompt": ["nested"], "completion": "x"}, "not a conversation"),
+        ({"text": ["nested"]}, "not a conversation"),
+        ('{"input_ids": [1, 2], "loss_mask": [1, NaN]}', "not a conversation"),
+        ('{"input_ids": [1, Infinity], "loss_mask": [1, 1]}', "not a conversation"),
         ({"messages": []}, "empty row"),
         ({"prompt": "", "completion": ""}, "empty row"),
         ({"input_ids": [], "loss_mask": []}, "empty row"),
@@ -113,50 +152,3 @@ def test_a_bad_row_is_one_trouble_and_the_rest_is_read(tmp_path, row, reason):
     assert trouble.reason == reason
     assert trouble.where.endswith("rows.jsonl:2")
     assert before.messages == after.messages == PAIR
-
-
-def test_a_json_file_holds_a_list_or_one_row_or_lines(tmp_path):
-    row = {"messages": PAIR}
-    for text in (json.dumps([row], indent=1), json.dumps(row, indent=1), json.dumps(row)):
-        (found,) = read(tmp_path, text, name="rows.json")
-        assert found.messages == PAIR
-    assert len(read(tmp_path, row, "", row, name="rows.json")) == 2
-
-
-def test_a_folder_is_read_file_by_file_in_order(tmp_path):
-    (tmp_path / "deep").mkdir()
-    for name, text in (("b.jsonl", "b"), ("a.json", "a"), ("deep/c.jsonl", "c"), ("notes.txt", "no")):
-        (tmp_path / name).write_text(json.dumps({"prompt": text, "completion": "yes"}))
-    found = list(read_conversations(tmp_path))
-    assert [row.messages[0]["content"] for row in found] == ["a", "b", "c"]
-    assert all(0 < row.done <= 1 for row in found)
-
-
-def test_a_line_that_is_no_utf8_is_one_trouble(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"\xff\xfe\xff\n" + json.dumps({"messages": PAIR}).encode() + b"\n" + b"[" * 100_000 + b"\n")
-    assert [type(row) for row in read_conversations(file)] == [Trouble, Conversation, Trouble]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("absent.jsonl", None),
-        ("notes.txt", b"hello"),
-        ("broken.json", b'[{"messages": ['),
-        ("binary.json", bytes(range(256))),
-        ("binary.jsonl", bytes(range(256))),
-        ("lines.jsonl", b"no\njson\nat all\n"),
-        ("empty.json", b""),
-    ],
-)
-def test_a_file_that_is_missing_or_no_json_is_a_readable_error(tmp_path, name, content):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=name):
-        list(read_conversations(tmp_path / name))
-
-
-def test_a_folder_without_conversations_is_a_readable_error(tmp_path):
-    with pytest.raises(DataError, match=r"no \.json or \.jsonl"):
-        list(read_conversations(tmp_path))

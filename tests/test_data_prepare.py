@@ -1,13 +1,11 @@
 """From conversations to shards: every row is used or counted."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 from test_data_template import PLAIN, chat_tokenizer
 
-from draftgraph.engine.data.doctor import ADVICE, Doctor
+from draftgraph.engine.data.doctor import ADVICE
 from draftgraph.engine.data.prepare import prepare
 from draftgraph.engine.data.shards import ShardReader
 from draftgraph.engine.data.template import Template
@@ -16,11 +14,16 @@ from draftgraph.engine.errors import DataError
 TOKENIZER = chat_tokenizer()
 V = len(TOKENIZER)
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes sir"}]}
-SETTINGS = {"max_context": 64, "block_size": 4, "vocab_size": V, "anchor_rule": "next-supervised", "progress": False}
+SETTINGS = {"max_context": 64, "block_size": 4, "vocab_size": V, "anchor_rule": "next-supervised"}
+SETTINGS |= {"target": "tiny", "progress": False}
 
 
 def tokens(ids, mask):
     return {"input_ids": ids, "loss_mask": mask}
+
+
+def good(number):
+    return {"messages": [GOOD["messages"][0], {"role": "assistant", "content": f"yes sir {number}"}]}
 
 
 def run(tmp_path, *rows, template=PLAIN, **changes):
@@ -34,7 +37,7 @@ def run(tmp_path, *rows, template=PLAIN, **changes):
     ("row", "reason"),
     [
         ("{broken", "bad json"),
-        ({"text": "hello"}, "not a conversation"),
+        ({"note": "hello"}, "not a conversation"),
         ({"messages": []}, "empty row"),
         (tokens([], []), "empty row"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "no supervised token"),
@@ -52,7 +55,7 @@ def run(tmp_path, *rows, template=PLAIN, **changes):
     ],
 )
 def test_a_bad_row_is_counted_and_never_stops_the_rest(tmp_path, row, reason):
-    summary = run(tmp_path, GOOD, row, GOOD)
+    summary = run(tmp_path, good(1), row, good(2))
     assert summary["rows_read"] == 3
     assert summary["rows_used"] == 2
     assert summary["rows_skipped"] == {reason: 1}
@@ -95,20 +98,23 @@ def test_the_anchor_rule_decides_which_rows_can_train(tmp_path, rule, used):
 def test_files_and_folders_of_several_forms_go_into_one_shard_folder(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
-    (folder / "a.json").write_text(json.dumps([{"instruction": "hi", "output": "yes sir"}] * 3))
-    (folder / "b.jsonl").write_text(json.dumps({"prompt": "hi", "completion": "yes sir"}))
+    rows = [{"instruction": "hi", "output": f"yes sir {number}"} for number in range(3)]
+    (folder / "a.json").write_text(json.dumps(rows))
+    (folder / "b.jsonl").write_text(json.dumps({"text": "yes sir"}))
     (tmp_path / "c.jsonl").write_text(json.dumps(GOOD))
     summary = prepare([folder, tmp_path / "c.jsonl"], Template(TOKENIZER), tmp_path / "out", **SETTINGS)
     reader = ShardReader(tmp_path / "out")
     assert summary["rows_used"] == len(reader) == 5
-    assert len({reader[row][0].tobytes() for row in range(5)}) == 1
+    assert TOKENIZER.decode(reader[3][0]) == "yes sir" and reader[3][1].all()
     assert reader.fingerprint == Template(TOKENIZER).fingerprint()
     assert reader.facts["doctor"]["rows_used"] == 5
 
 
 def test_no_usable_row_is_a_readable_error_that_counts(tmp_path):
-    with pytest.raises(DataError, match=r"none of 2 rows can be used \(1 bad json, 1 not a conversation\)"):
-        run(tmp_path, "{broken", {"text": "x"})
+    with pytest.raises(
+        DataError, match=r"no row can be used\n(.*\n)*skipped: 1 bad json (.*\n)*skipped: 1 not a conversation"
+    ):
+        run(tmp_path, "{broken", {"note": "x"})
     assert not (tmp_path / "shards").exists()
 
 
@@ -123,17 +129,3 @@ def test_progress_is_shown_on_stderr_only(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "prepare" in captured.err
-
-
-def test_the_doctor_shows_every_count_and_at_most_three_examples():
-    doctor = Doctor()
-    doctor.use(tokens=100, supervised_tokens=40, tokens_cut=9)
-    for line in range(5):
-        doctor.skip("bad json", f"[bold]rows.jsonl:{line}", "")
-    console = Console(file=io.StringIO(), width=100)
-    console.print(doctor.render())
-    shown = console.file.getvalue()
-    assert doctor.summary()["rows_read"] == 6
-    assert [f"[bold]rows.jsonl:{line}" in shown for line in range(5)] == [True, True, True, False, False]
-    for text in ("cut to max_context", "40 tokens supervised", "skipped: bad json"):
-        assert text in shown

@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftgraph.engine.data.formats import Conversation
-from draftgraph.engine.data.template import Template, TemplateRefusal
+from draftgraph.engine.data.masks import Supervision, TemplateRefusal
+from draftgraph.engine.data.template import Template
 from draftgraph.engine.errors import DataError
 
 PLAIN = (
@@ -62,10 +63,10 @@ def conversation(*turns: str, tools: list | None = None, **last: object) -> Conv
     return Conversation("here", 1.0, messages, tools)
 
 
-def supervised(template: str, row: Conversation) -> list[str]:
+def supervised(template: str, row: Conversation, **switches: object) -> list[str]:
     """The runs of text that the mask covers."""
     tokenizer = chat_tokenizer(template)
-    ids, mask = Template(tokenizer).encode(row)
+    ids, mask = Template(tokenizer, Supervision(**switches)).encode(row)
     assert len(ids) == len(mask)
     runs: list[list[int]] = [[]]
     for token, flag in zip(ids, mask, strict=True):

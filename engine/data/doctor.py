@@ -3,31 +3,48 @@
 Promises: rows_read = rows_used + the sum of rows_skipped. No row is ever left out without a count.
 """
 
+from array import array
 from collections import Counter, defaultdict
 from typing import Any
 
-from rich.table import Table
+from draftgraph.engine.data.formats import (
+    BAD_JSON,
+    DAMAGED,
+    EMPTY,
+    NOT_A_CONVERSATION,
+    NOT_UTF8,
+    OUT_OF_RANGE,
+    TOO_LONG,
+)
 
 EXAMPLES = 3
+DETAIL = 200  # characters of one line; a detail may quote the row
+# Text of another alphabet has some unknown tokens; a wrong tokenizer has many.
+UNKNOWN_SHARE = 0.01
 
-NOT_A_CONVERSATION = "not a conversation"
-BAD_JSON = "bad json"
-EMPTY = "empty row"
+ROLES = "roles out of order"
+EMPTY_TURN = "empty turn"
 REFUSED = "template refused"
-OUT_OF_RANGE = "token ids out of range"
 SHORT = "shorter than a block"
 UNSUPERVISED = "no supervised token"
 NO_ANCHOR = "no valid anchor"
+DUPLICATE = "duplicate"
 
 ADVICE = {
-    NOT_A_CONVERSATION: "the row has none of the known forms, or breaks its own",
     BAD_JSON: "the line is not one JSON value",
-    EMPTY: "no messages, or no tokens",
+    NOT_UTF8: "files must be UTF-8; convert the file, or repair the row",
+    TOO_LONG: "a row longer than any conversation; is a line break missing?",
+    DAMAGED: "rows behind the damage are lost; get the file again",
+    NOT_A_CONVERSATION: "the row has none of the known forms, or breaks its own",
+    EMPTY: "no messages, no text, or no tokens",
+    ROLES: "system comes first, then a user; tool results follow an assistant",
+    EMPTY_TURN: "a user or an assistant says nothing",
     REFUSED: "the chat template raised, or cannot show which tokens the assistant wrote",
     OUT_OF_RANGE: "ids must be at least 0 and below the target's vocabulary size",
     SHORT: "fewer tokens than one draft block",
     UNSUPERVISED: "no assistant token within max_context",
     NO_ANCHOR: "supervised, but no token may start a draft block",
+    DUPLICATE: "the same tokens as a row before",
 }
 
 
@@ -35,25 +52,30 @@ class Doctor:
     """The counters of one `prepare`."""
 
     def __init__(self) -> None:
-        self.rows_used = 0
+        self.lengths = array("l")  # tokens of each used row
+        self.supervised = array("l")
         self.rows_cut = 0
-        self.tokens = 0
         self.tokens_cut = 0
-        self.supervised_tokens = 0
+        self.unknown_tokens = 0
         self.rows_skipped: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = defaultdict(list)
 
-    def use(self, tokens: int, supervised_tokens: int, tokens_cut: int) -> None:
+    @property
+    def rows_used(self) -> int:
+        return len(self.lengths)
+
+    def use(self, tokens: int, supervised_tokens: int, tokens_cut: int, unknown_tokens: int) -> None:
         """Count a row that went into the shards, and how many tokens beyond max_context it lost."""
-        self.rows_used += 1
+        self.lengths.append(tokens)
+        self.supervised.append(supervised_tokens)
         self.rows_cut += tokens_cut > 0
-        self.tokens += tokens
         self.tokens_cut += tokens_cut
-        self.supervised_tokens += supervised_tokens
+        self.unknown_tokens += unknown_tokens
 
     def skip(self, reason: str, where: str, detail: str) -> None:
         """Count a row that is left out, and keep it as an example if it is among the first."""
         self.rows_skipped[reason] += 1
+        detail = " ".join(detail.split())[:DETAIL]
         if len(self.examples[reason]) < EXAMPLES:
             self.examples[reason].append(f"{where}: {detail}" if detail else where)
 
@@ -64,27 +86,26 @@ class Doctor:
             "rows_used": self.rows_used,
             "rows_skipped": dict(self.rows_skipped.most_common()),
             "rows_cut": self.rows_cut,
-            "tokens": self.tokens,
+            "tokens": sum(self.lengths),
             "tokens_cut": self.tokens_cut,
-            "supervised_tokens": self.supervised_tokens,
+            "supervised_tokens": sum(self.supervised),
+            "unknown_tokens": self.unknown_tokens,
             "examples": {reason: list(found) for reason, found in self.examples.items()},
         }
 
-    def render(self) -> Table:
-        """The counts as a table for people."""
-        table = Table(title="Rows", title_justify="left")
-        table.add_column("what")
-        table.add_column("rows", justify="right")
-        table.add_column("tokens", justify="right")
-        table.add_column("notes", overflow="fold")
-        table.add_row("read", f"{self.rows_used + self.rows_skipped.total():,}", "", "")
-        table.add_row(
-            "used", f"{self.rows_used:,}", f"{self.tokens:,}", f"{self.supervised_tokens:,} tokens supervised"
-        )
-        if self.rows_cut:
-            table.add_row("cut to max_context", f"{self.rows_cut:,}", f"{self.tokens_cut:,}", "tokens = those cut off")
-        for reason, count in self.rows_skipped.most_common():
-            # NOTE: escaped by hand: a file name or a template's message may hold rich's markup.
-            notes = "\n".join([ADVICE[reason], *self.examples[reason]]).replace("[", r"\[")
-            table.add_row(f"skipped: {reason}", f"{count:,}", "", notes)
-        return table
+
+def report(summary: dict[str, Any]) -> str:
+    """A summary for people: one line a count, then the reasons with their examples, the most frequent first."""
+    tokens, unknown = summary["tokens"], summary["unknown_tokens"]
+    lines = [
+        f"rows: {summary['rows_read']:,} read, {summary['rows_used']:,} used",
+        f"tokens: {tokens:,}, {summary['supervised_tokens']:,} supervised",
+    ]
+    if summary["rows_cut"]:
+        lines.append(f"cut to max_context: {summary['rows_cut']:,} rows, by {summary['tokens_cut']:,} tokens in all")
+    if unknown > UNKNOWN_SHARE * tokens:
+        lines.append(f"unknown to the tokenizer: {unknown:,} tokens ({unknown / tokens:.1%}); is it the data's own?")
+    for reason, count in summary["rows_skipped"].items():
+        lines.append(f"skipped: {count:,} {reason} ({ADVICE[reason]})")
+        lines.extend(f"    {example}" for example in summary["examples"][reason])
+    return "\n".join(lines)

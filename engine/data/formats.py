@@ -1,25 +1,38 @@
-"""Reads conversations from JSON and JSON-lines files in the forms that people have them in.
+"""One parsed row, in the forms that people have conversations in, turned into what `prepare` works on.
 
-Promises: every row of every file comes out once, in order, as a Conversation, as Tokens, or as a Trouble that says why
-not. Only a file that cannot be read, or that is no JSON at all, raises. JSON-lines files are streamed.
-Does not: tokenise, count, or judge a row's content; that is `template`, `doctor` and `prepare`.
+Promises: every value becomes a Conversation, Rendered text, Tokens, or a Trouble that says why not; it never raises.
+Does not: open files, which is `files`; tokenise, count, or judge a row's content: `template`, `doctor` and `prepare`.
 
-Forms, told apart per row by its keys: `messages` | `conversations` (from/value or role/content) | `instruction`,
-`input`, `output` | `prompt`, `completion` | `input_ids`, `loss_mask`. A `tools` key (list, or JSON text of one) and a
-`system` key are kept.
+Forms, told apart per row by its keys unless one is named: see FORMS. A `tools` key (list, or JSON text of one) and a
+`system` key are kept. Of a preference pair the chosen side is read.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from draftgraph.engine.errors import DataError
+# Why something is no row. What is wrong with a row that was read, the doctor says.
+BAD_JSON = "bad json"
+NOT_UTF8 = "bytes that are not UTF-8"
+TOO_LONG = "row too long"
+DAMAGED = "damaged file"
+NOT_A_CONVERSATION = "not a conversation"
+EMPTY = "empty row"
+OUT_OF_RANGE = "token ids out of range"
 
-SUFFIXES = (".json", ".jsonl")
+# Each form with the keys that it needs; the first that a row has all of is the row's.
+FORMS = {
+    "tokens": ("input_ids",),
+    "preference": ("chosen", "rejected"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+KEYS = {key for keys in FORMS.values() for key in keys} | {"loss_mask", "input", "prompt", "system", "tools"}
 
 ROLES = {
     "system": "system",
@@ -47,6 +60,15 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Rendered:
+    """Text as a chat template would have written it, special tokens included; all of it is supervised."""
+
+    where: str
+    done: float
+    text: str
+
+
+@dataclass(frozen=True)
 class Tokens:
     """A row that came already tokenised."""
 
@@ -66,76 +88,38 @@ class Trouble:
     detail: str
 
 
-Row = Conversation | Tokens
+Row = Conversation | Rendered | Tokens
 
 
 class _Misfit(Exception):
     """Why a parsed row is not one of the forms."""
 
 
-def conversation_files(path: str | Path) -> list[Path]:
-    """The JSON files of a path: itself, or all below it in sorted order."""
-    path = Path(path)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise DataError(f"{path}: no conversations: the folder holds no .json or .jsonl file")
-        return files
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder of conversations")
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: expected a .json or .jsonl file of conversations, found '{path.suffix or path.name}'")
-    return [path]
-
-
-def read_conversations(path: str | Path) -> Iterator[Row | Trouble]:
-    """Yield the rows of a file, or of all JSON files of a folder."""
-    for file in conversation_files(path):
-        try:
-            yield from _read_lines(file) if file.suffix == ".jsonl" or _is_lines(file) else _read_whole(file)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-def _is_lines(file: Path) -> bool:
-    """Many a .json file holds JSON lines: its first line is an object by itself, and more follows."""
-    with file.open("rb") as lines:
-        filled = (line for line in lines if line.strip())
-        first = _parse(next(filled, b""))
-        return bool(first) and isinstance(first[0], dict) and next(filled, None) is not None
-
-
-def _read_lines(file: Path) -> Iterator[Row | Trouble]:
-    size, read, parsed, bad = max(1, file.stat().st_size), 0, 0, 0
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            read += len(line)
-            if not line.strip():
-                continue
-            where, done, value = f"{file}:{number}", min(1.0, read / size), _parse(line)
-            if value:
-                parsed += 1
-                yield _read_row(value[0], where, done)
-            else:
-                bad += 1
-                yield Trouble(where, done, "bad json", "the line is not one JSON value")
-    if bad and not parsed:
-        raise DataError(
-            f"{file}: no line of it is JSON; expected one row a line (a .json file may hold one list of rows)"
-        )
-
-
-def _read_whole(file: Path) -> Iterator[Row | Trouble]:
+def read_row(where: str, done: float, row: Any, form: str | None = None) -> Row | Trouble:
+    """Read one parsed row, in the form that is named, else in the first one whose keys it has."""
     try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not JSON ({error}); expected one list of rows, or JSON lines") from error
-    rows = value if isinstance(value, list) else [value]
-    for index, row in enumerate(rows):
-        yield _read_row(row, f"{file}[{index}]", (index + 1) / len(rows))
+        if not isinstance(row, dict):
+            raise _Misfit(f"expected an object, found {_kind(row)}")
+        form = form or _form(row)
+        if missing := [key for key in FORMS[form] if key not in row]:
+            raise _Misfit(f"no key {missing[0]!r}, which the form {form} needs")
+        if form == "tokens":
+            return _tokens(row, where, done)
+        if form == "text":
+            text = _text(row["text"], "text")
+            return Rendered(where, done, text) if text else Trouble(where, done, EMPTY, "no text")
+        messages = _messages(row, form)
+        if not messages:
+            return Trouble(where, done, EMPTY, "no messages")
+        system = _text(row.get("system"), "system")
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return Conversation(where, done, messages, _tools(row.get("tools")))
+    except _Misfit as misfit:
+        return Trouble(where, done, NOT_A_CONVERSATION, str(misfit))
 
 
-def _parse(text: bytes | str) -> list[Any]:
+def parse(text: bytes | str) -> list[Any]:
     """The JSON value as a list of one, or an empty list: None is a value too."""
     try:
         return [json.loads(text)]
@@ -143,44 +127,58 @@ def _parse(text: bytes | str) -> list[Any]:
         return []
 
 
-def _read_row(row: Any, where: str, done: float) -> Row | Trouble:
-    try:
-        if not isinstance(row, dict):
-            raise _Misfit(f"expected an object, found {_kind(row)}")
-        if "input_ids" in row:
-            return _tokens(row, where, done)
-        messages = _messages(row)
-        if not messages:
-            return Trouble(where, done, "empty row", "no messages")
-        system = _text(row.get("system"), "system")
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        return Conversation(where, done, messages, _tools(row.get("tools")))
-    except _Misfit as misfit:
-        return Trouble(where, done, "not a conversation", str(misfit))
+def _form(row: dict[str, Any]) -> str:
+    for form, keys in FORMS.items():
+        if all(key in row for key in keys):
+            return form
+    found = ", ".join(sorted(row)[:6]) or "none"
+    raise _Misfit(f"keys {found}; expected {', '.join('+'.join(keys) for keys in FORMS.values())}")
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    for key in ("messages", "conversations"):
-        if key in row:
-            if not isinstance(row[key], list):
-                raise _Misfit(f"'{key}' is {_kind(row[key])}, expected a list of messages")
-            return [_message(message) for message in row[key]]
-    if "instruction" in row and "output" in row:
-        question = [_text(row["instruction"], "instruction"), _text(row.get("input"), "input")]
-        return _exchange("\n".join(part for part in question if part), _text(row["output"], "output"))
-    if "prompt" in row and "completion" in row:
-        return _exchange(_text(row["prompt"], "prompt"), _text(row["completion"], "completion"))
-    keys = ", ".join(sorted(row)[:6]) or "none"
-    raise _Misfit(
-        f"keys {keys}; expected messages, conversations, instruction+output, prompt+completion or input_ids+loss_mask"
-    )
+def _messages(row: dict[str, Any], form: str) -> list[dict[str, Any]]:
+    if form == "messages" or form == "sharegpt":
+        return _turns(row[FORMS[form][0]], FORMS[form][0])
+    if form == "preference":
+        return _chosen(row)
+    question = _question(row)
+    answer = _text(row[FORMS[form][1]], FORMS[form][1])
+    return _exchange(question, answer) if question or answer else []
+
+
+def _chosen(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt and the chosen answer; a chosen side that does not start with an answer is the whole conversation."""
+    chosen = row["chosen"]
+    if not isinstance(chosen, (dict, list)):
+        question, answer = _question(row), _text(chosen, "chosen")
+        if answer and not question:
+            raise _Misfit("'chosen' is text and there is no prompt")
+        return _exchange(question, answer) if answer else []
+    turns = _turns(chosen if isinstance(chosen, list) else [chosen], "chosen")
+    if not turns or turns[0]["role"] != "assistant":
+        return turns
+    for key in ("messages", "conversations", "prompt"):
+        if isinstance(row.get(key), list):
+            return _turns(row[key], key) + turns
+    if not (question := _question(row)):
+        raise _Misfit("'chosen' starts with an answer and there is no prompt")
+    return [{"role": "user", "content": question}, *turns]
+
+
+def _question(row: dict[str, Any]) -> str:
+    if "instruction" in row:
+        parts = [_text(row["instruction"], "instruction"), _text(row.get("input"), "input")]
+        return "\n".join(part for part in parts if part)
+    return _text(row.get("prompt"), "prompt")
 
 
 def _exchange(question: str, answer: str) -> list[dict[str, Any]]:
-    if not question and not answer:
-        return []
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _turns(value: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise _Misfit(f"'{key}' is {_kind(value)}, expected a list of messages")
+    return [_message(message) for message in value]
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -216,7 +214,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 def _calls(value: Any) -> list[Any]:
     """Tool calls, wherever a message has them: one or a list of them, or JSON text of either."""
-    parsed = _parse(value) if isinstance(value, str) else [value]
+    parsed = parse(value) if isinstance(value, str) else [value]
     if not parsed:
         raise _Misfit("a tool call is not JSON")
     return list(parsed[0]) if isinstance(parsed[0], list) else parsed
@@ -229,7 +227,7 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         # Templates want a mapping. Text that is no JSON stays text, and the template judges it.
-        arguments = (_parse(arguments) or [arguments])[0]
+        arguments = (parse(arguments) or [arguments])[0]
     entry: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {**entry, "id": call["id"]} if "id" in call else entry
 
@@ -238,7 +236,7 @@ def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         if not value.strip():
             return None
-        value = (_parse(value) or [value])[0]
+        value = (parse(value) or [value])[0]
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise _Misfit(f"'tools' is {_kind(value)}, expected a list of objects or its JSON text")
     return value or None
@@ -253,9 +251,9 @@ def _tokens(row: dict[str, Any], where: str, done: float) -> Row | Trouble:
     if not all(item in (0, 1) for item in mask):
         raise _Misfit("'loss_mask' holds something besides 0 and 1")
     if not ids:
-        return Trouble(where, done, "empty row", "no tokens")
+        return Trouble(where, done, EMPTY, "no tokens")
     if max(ids) >= 2**31 or min(ids) < -(2**31):
-        return Trouble(where, done, "token ids out of range", f"ids {min(ids)} to {max(ids)}")
+        return Trouble(where, done, OUT_OF_RANGE, f"ids {min(ids)} to {max(ids)}")
     return Tokens(where, done, np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))
 
 
@@ -275,4 +273,4 @@ def _text(value: Any, name: str) -> str:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else names[type(value)]
+    return "null" if value is None else names.get(type(value), type(value).__name__)

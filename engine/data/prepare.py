@@ -7,30 +7,21 @@ at its end and counted. Rows that could not train anything stay out of the shard
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
-from draftgraph.engine.data import doctor as reasons
-from draftgraph.engine.data.anchors import valid_anchors
-from draftgraph.engine.data.doctor import Doctor
-from draftgraph.engine.data.formats import Conversation, Row, Trouble, conversation_files, read_conversations
-from draftgraph.engine.data.shards import ShardWriter
-from draftgraph.engine.data.template import Template, TemplateRefusal
+from draftgraph.engine.data.doctor import Doctor, report
+from draftgraph.engine.data.examine import Examiner, Kept, Rules, Skipped
+from draftgraph.engine.data.files import conversation_files, read_conversations
+from draftgraph.engine.data.formats import Row, Trouble
+from draftgraph.engine.data.picture import draw_lengths
+from draftgraph.engine.data.shards import PICTURE, ShardWriter
+from draftgraph.engine.data.template import Template
+from draftgraph.engine.data.view import MARKS, row_text
 from draftgraph.engine.errors import DataError
-
-
-class _Kept(NamedTuple):
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    tokens_cut: int
-
-
-class _Skipped(NamedTuple):
-    reason: str
-    detail: str
 
 
 def prepare(
@@ -44,6 +35,9 @@ def prepare(
     anchor_rule: str,
     target: str,
     progress: bool,
+    form: str | None = None,
+    max_bad_rows: float = 1.0,
+    strict: bool = False,
 ) -> dict[str, Any]:
     """Write the token shards of conversations.
 
@@ -57,12 +51,16 @@ def prepare(
         anchor_rule: rows without a valid anchor under it are left out.
         target: the target's name, as profiles give it; recorded in the shards.
         progress: show a bar on stderr.
+        form: the form of all rows; without it each row's keys tell.
+        max_bad_rows: the largest share of rows that may be skipped.
+        strict: fail on the first row that would be skipped.
     Returns:
-        The doctor's summary, with `shards` (how many) and `path`.
+        The doctor's summary, with `shards` (how many), `path`, and `picture` (null without matplotlib).
     Raises:
-        DataError: an input cannot be read, `out` is something else, or no row is left.
+        DataError: an input cannot be read, `out` is something else, no row is left, or too many are bad.
     """
     doctor = Doctor()
+    examiner = Examiner(template, Rules(max_context, block_size, vocab_size, anchor_rule))
     files = [file for path in inputs for file in conversation_files(path)]
     sizes = [max(1, file.stat().st_size) for file in files]
     with (
@@ -73,53 +71,76 @@ def prepare(
     ):
         task = bar.add_task("prepare", total=sum(sizes)) if bar else None
         for index, file in enumerate(files):
-            for row in read_conversations(file):
-                found = _examine(row, template, max_context, block_size, vocab_size, anchor_rule)
-                if isinstance(found, _Skipped):
-                    doctor.skip(found.reason, row.where, found.detail)
-                else:
+            for row in read_conversations(file, form):
+                found = examiner.examine(row)
+                _count(doctor, row, found)
+                if isinstance(found, Kept):
                     writer.append(found.input_ids, found.loss_mask)
-                    doctor.use(len(found.input_ids), int(found.loss_mask.sum()), found.tokens_cut)
+                elif strict:
+                    raise DataError(f"the first bad row, and --strict is on\n{report(doctor.summary())}")
                 if bar and task is not None:
                     bar.update(task, completed=sum(sizes[:index]) + row.done * sizes[index])
+        _check(doctor, max_bad_rows)
+        drawn = draw_lengths(doctor.lengths, doctor.supervised, writer.partial / PICTURE)
         summary = doctor.summary()
-        if not doctor.rows_used:
-            counts = (
-                ", ".join(f"{count} {reason}" for reason, count in summary["rows_skipped"].items())
-                or "the files are empty"
-            )
-            examples = "".join(f"\n  {reason}: {found[0]}" for reason, found in summary["examples"].items())
-            raise DataError(f"none of {summary['rows_read']} rows can be used ({counts}){examples}")
-        return {**summary, "shards": writer.finish(summary), "path": str(out)}
+        shards = writer.finish(summary)
+    picture = str(Path(out) / PICTURE) if drawn else None
+    return {**summary, "shards": shards, "path": str(out), "picture": picture}
 
 
-def _examine(
-    row: Row | Trouble, template: Template, max_context: int, block_size: int, vocab_size: int, rule: str
-) -> _Kept | _Skipped:
-    """The row as it goes into a shard, or why it does not."""
-    if isinstance(row, Trouble):
-        return _Skipped(row.reason, row.detail)
-    if isinstance(row, Conversation):
-        try:
-            encoded = template.encode(row)
-        except TemplateRefusal as refusal:
-            return _Skipped(reasons.REFUSED, str(refusal))
-        ids, mask = np.array(encoded[0], dtype=np.int64), np.array(encoded[1], dtype=bool)
+def show_rows(
+    inputs: Sequence[str | Path],
+    template: Template,
+    count: int,
+    console: Console,
+    *,
+    max_context: int,
+    block_size: int,
+    vocab_size: int,
+    anchor_rule: str,
+    form: str | None = None,
+) -> dict[str, Any]:
+    """Print the first `count` rows that would be used, their supervised tokens marked; see `prepare` for the rest.
+
+    Returns:
+        The doctor's summary of the rows read for it.
+    Raises:
+        DataError: an input cannot be read, or no row can be used.
+    """
+    doctor = Doctor()
+    examiner = Examiner(template, Rules(max_context, block_size, vocab_size, anchor_rule))
+    coloured = console.color_system is not None
+    console.print("supervised: green" if coloured else f"supervised: between {' and '.join(MARKS)}")
+    for row in (row for path in inputs for row in read_conversations(path, form)):
+        found = examiner.examine(row)
+        _count(doctor, row, found)
+        if isinstance(found, Skipped):
+            continue
+        title = f"{row.where}: {int(found.loss_mask.sum())} of {len(found.input_ids)} tokens supervised"
+        console.rule(Text(title), align="left")
+        console.print(row_text(template.tokenizer, found.input_ids, found.loss_mask, coloured))
+        if doctor.rows_used == count:
+            break
+    _check(doctor, max_bad_rows=1.0)
+    return doctor.summary()
+
+
+def _count(doctor: Doctor, row: Row | Trouble, found: Kept | Skipped) -> None:
+    if isinstance(found, Skipped):
+        doctor.skip(found.reason, row.where, found.detail)
     else:
-        ids, mask = row.input_ids, row.loss_mask
-    length = len(ids)
-    if not length:
-        return _Skipped(reasons.EMPTY, "no tokens")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        return _Skipped(reasons.OUT_OF_RANGE, f"ids {ids.min()} to {ids.max()}, vocabulary {vocab_size}")
-    if length < block_size:
-        return _Skipped(reasons.SHORT, f"{length} tokens, block {block_size}")
-    ids, mask = ids[:max_context], mask[:max_context]
-    if not mask.any():
-        return _Skipped(reasons.UNSUPERVISED, f"{length} tokens")
-    if not valid_anchors(mask, rule, block_size).any():
-        return _Skipped(reasons.NO_ANCHOR, f"{int(mask.sum())} supervised of {len(ids)} tokens")
-    return _Kept(ids, mask, length - len(ids))
+        doctor.use(len(found.input_ids), int(found.loss_mask.sum()), found.tokens_cut, found.unknown_tokens)
+
+
+def _check(doctor: Doctor, max_bad_rows: float) -> None:
+    summary = doctor.summary()
+    bad, read = doctor.rows_skipped.total(), summary["rows_read"]
+    if not doctor.rows_used:
+        raise DataError(f"no row can be used\n{report(summary)}" if read else "the files hold no row")
+    if bad > max_bad_rows * read:
+        raise DataError(
+            f"{bad / read:.1%} of the rows are bad, --max-bad-rows is {max_bad_rows:.1%}\n{report(summary)}"
+        )
 
 
 def _bar() -> Progress:

@@ -1,8 +1,8 @@
 """Token shards: prepared rows on disk, memory-mapped; and random rows with the same reading interface.
 
 A shard folder holds `shards.json` (version, counts, vocabulary, fingerprint, the doctor's summary), `offsets.npy`
-int64 [rows + 1] over all rows laid end to end, and per shard `tokens-NNNNN.npy` int32 and `mask-NNNNN.npy` uint8. A
-row never straddles two shards.
+int64 [rows + 1] over all rows laid end to end, and per shard `tokens-NNNNN.npy` int32 and `mask-NNNNN.npy` uint8; a
+picture `lengths.svg` may lie beside them. A row never straddles two shards.
 Promises: a folder appears whole or not at all; a folder that is no shard folder is never overwritten; damage is a
 DataError.
 """
@@ -22,6 +22,7 @@ import numpy as np
 from draftgraph.engine.data.anchors import count_valid_anchors
 from draftgraph.engine.errors import DataError
 
+PICTURE = "lengths.svg"
 FORMAT = "draftgraph-shards"
 VERSION = 1
 SHARD_TOKENS = 2**28
@@ -55,9 +56,10 @@ class ShardWriter:
         self._lengths: list[int] = []
         self._shards: list[dict[str, int]] = []
         self._files: dict[str, BinaryIO] = {}
-        self._temporary = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
+        # Where the files lie until `finish`; a picture may be put beside them.
+        self.partial = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
         try:
-            self._temporary.mkdir(parents=True)
+            self.partial.mkdir(parents=True)
         except OSError as error:
             raise DataError(f"{self.folder}: cannot be written: {error.strerror}") from error
 
@@ -67,7 +69,7 @@ class ShardWriter:
         if not self._files or self._shards[-1]["tokens"] + len(input_ids) > self._shard_tokens:
             self._close_shard()
             for name, dtype in _FIELDS.items():
-                self._files[name] = (self._temporary / f"{name}-{len(self._shards):05d}.npy").open("wb")
+                self._files[name] = (self.partial / f"{name}-{len(self._shards):05d}.npy").open("wb")
                 _write_header(self._files[name], dtype, 0)
             self._shards.append({"rows": 0, "tokens": 0})
         for (name, dtype), values in zip(_FIELDS.items(), (input_ids, loss_mask), strict=True):
@@ -83,7 +85,7 @@ class ShardWriter:
         if not self._lengths:
             raise DataError(f"{self.folder}: no row was left to write; nothing to train on")
         self._close_shard()
-        np.save(self._temporary / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]))
+        np.save(self.partial / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]))
         facts = {
             "format": FORMAT,
             "version": VERSION,
@@ -93,11 +95,11 @@ class ShardWriter:
             **self._facts,
         }
         text = json.dumps({**facts, "shards": self._shards, "doctor": doctor}, indent=1)
-        (self._temporary / "shards.json").write_text(text + "\n")
+        (self.partial / "shards.json").write_text(text + "\n")
         _check_replaceable(self.folder)
         if self.folder.exists():
             shutil.rmtree(self.folder)
-        self._temporary.rename(self.folder)
+        self.partial.rename(self.folder)
         return len(self._shards)
 
     def __enter__(self) -> Self:
@@ -108,7 +110,7 @@ class ShardWriter:
     ) -> None:
         for file in self._files.values():
             file.close()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     def _close_shard(self) -> None:
         for name, file in self._files.items():
@@ -231,7 +233,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    return name in ("shards.json", "offsets.npy") or (name.endswith(".npy") and name.split("-")[0] in _FIELDS)
+    return name in ("shards.json", "offsets.npy", PICTURE) or (name.endswith(".npy") and name.split("-")[0] in _FIELDS)
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

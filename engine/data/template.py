@@ -14,22 +14,18 @@ there are assistant turns.
 import hashlib
 import json
 import re
+from itertools import groupby
 from typing import Any
 
-from draftgraph.engine.data.formats import Conversation
+from draftgraph.engine.data.formats import Conversation, Rendered
+from draftgraph.engine.data.masks import EVERYTHING, Span, Supervision, TemplateRefusal
 from draftgraph.engine.errors import DataError
-
-Span = tuple[int, int]  # characters of the rendered text
-
-
-class TemplateRefusal(DataError):
-    """The chat template cannot render this row, or its assistant turns cannot be found."""
 
 
 class Template:
     """A tokenizer's chat template, as prepare uses it."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, supervision: Supervision = EVERYTHING) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "the target's tokenizer has no chat template; use a chat model, or give rows of input_ids and loss_mask"
@@ -39,23 +35,36 @@ class Template:
                 f"{type(tokenizer).__name__} is a slow tokenizer without offsets; expected a fast one (tokenizer.json)"
             )
         self.tokenizer = tokenizer
+        self.supervision = supervision
         self.source = tokenizer.get_chat_template()
         self._has_tags = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
         added = tokenizer.added_tokens_decoder.values()
         self._specials = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
 
-    def encode(self, row: Conversation) -> tuple[list[int], list[bool]]:
-        """Tokenise a conversation: input_ids, and for each whether the assistant wrote it."""
+    @property
+    def unknown_id(self) -> int:
+        """The id of text that the tokenizer does not know, -1 where it knows all or its unknown token means more."""
+        others = (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id)
+        unknown = self.tokenizer.unk_token_id
+        return -1 if unknown is None or unknown in others else unknown
+
+    def encode(self, row: Conversation | Rendered) -> tuple[list[int], list[bool]]:
+        """Tokenise a row: input_ids, and for each whether it is supervised: all of a text that came rendered."""
+        if isinstance(row, Rendered):
+            _check_text(row.text)
+            ids = self.tokenizer(row.text, add_special_tokens=False, verbose=False)["input_ids"]
+            return list(ids), [True] * len(ids)
         if any("tool_calls" in message for message in row.messages) and "tool_calls" not in self.source:
             raise TemplateRefusal("the chat template does not write tool calls, and this row has some")
-        if self._has_tags:
-            options = {"return_dict": True, "return_assistant_tokens_mask": True}
-            encoded = self._apply(row.messages, row.tools, tokenize=True, **options)
-            return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
         text = self._apply(row.messages, row.tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        spans = self._prefix_spans(row, text) or self._header_spans(row, text)
-        mask = [any(start <= first < stop for start, stop in spans) for first, _ in encoded["offset_mapping"]]
+        offsets = encoded["offset_mapping"]
+        if self._has_tags:
+            turns = self._tag_spans(row, offsets)
+        else:
+            turns = self._prefix_spans(row, text) or self._header_spans(row, text)
+        spans = self.supervision.narrow(text, turns, row.messages)
+        mask = [any(start <= first < stop for start, stop in spans) for first, _ in offsets]
         return list(encoded["input_ids"]), mask
 
     def fingerprint(self) -> str:
@@ -67,14 +76,20 @@ class Template:
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
         try:
             rendered = self.tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **options})
-            if isinstance(rendered, str):
-                rendered.encode()
-            return rendered
-        except UnicodeEncodeError as error:
-            raise TemplateRefusal("the text holds half of a surrogate pair") from error
         # A template is a program of its author's that runs on the user's row: it may raise anything.
         except Exception as error:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+        if isinstance(rendered, str):
+            _check_text(rendered)
+        return rendered
+
+    def _tag_spans(self, row: Conversation, offsets: list[Span]) -> list[Span]:
+        """Each run of tokens that the template's own tags mark."""
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        marks = self._apply(row.messages, row.tools, tokenize=True, **options)["assistant_masks"]
+        runs = groupby(zip(marks, offsets, strict=True), lambda pair: bool(pair[0]))
+        tagged = [[offset for _, offset in run] for marked, run in runs if marked]
+        return [(run[0][0], run[-1][1]) for run in tagged]
 
     def _prefix_spans(self, row: Conversation, text: str) -> list[Span]:
         """Each assistant turn is what its message adds to the prompt before it; empty when a prefix is not stable."""
@@ -118,6 +133,13 @@ class Template:
         """The model stops at its end-of-turn token: a line break that a template adds behind is not the model's."""
         written = text[start:stop].rstrip()
         return start + len(written) if written.endswith(self._specials) else stop
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TemplateRefusal("the text holds half of a surrogate pair") from error
 
 
 def _shared(first: str, second: str) -> int:

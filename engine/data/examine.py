@@ -1,0 +1,102 @@
+"""Judges one row: the tokens and mask that go into a shard, or why none do.
+
+Promises: a row longer than max_context is cut at its end; a row that could not train anything is skipped, never mended.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from draftgraph.engine.data import doctor as reasons
+from draftgraph.engine.data.anchors import valid_anchors
+from draftgraph.engine.data.formats import Conversation, Row, Tokens, Trouble
+from draftgraph.engine.data.masks import TemplateRefusal
+from draftgraph.engine.data.template import Template
+
+# What each role may not follow; "" is the start.
+MISPLACED = {
+    "system": ("system", "user", "assistant", "tool"),
+    "user": (),
+    "assistant": ("", "system"),
+    "tool": ("", "system", "user"),
+}
+
+
+class Kept(NamedTuple):
+    input_ids: np.ndarray  # [n] int64
+    loss_mask: np.ndarray  # [n] bool
+    tokens_cut: int
+    unknown_tokens: int
+
+
+class Skipped(NamedTuple):
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What makes a row usable."""
+
+    max_context: int  # longer rows are cut
+    block_size: int  # K; shorter rows are left out
+    vocab_size: int  # V, the rows of the target's embedding
+    anchor_rule: str  # rows without a valid anchor under it are left out
+
+
+class Examiner:
+    """The rules of one `prepare`, applied row by row; it remembers the rows that it kept."""
+
+    def __init__(self, template: Template, rules: Rules) -> None:
+        self._template, self._rules = template, rules
+        self._kept: set[bytes] = set()
+
+    def examine(self, row: Row | Trouble) -> Kept | Skipped:
+        """The row as it goes into a shard, or why it does not."""
+        if isinstance(row, Trouble):
+            return Skipped(row.reason, row.detail)
+        if isinstance(row, Tokens):
+            return self._judge(row.input_ids, row.loss_mask)
+        if isinstance(row, Conversation) and (trouble := _turn_trouble(row.messages)):
+            return trouble
+        try:
+            ids, mask = self._template.encode(row)
+        except TemplateRefusal as refusal:
+            return Skipped(reasons.REFUSED, str(refusal))
+        return self._judge(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))
+
+    def _judge(self, ids: np.ndarray, mask: np.ndarray) -> Kept | Skipped:
+        rules, length = self._rules, len(ids)
+        if not length:
+            return Skipped(reasons.EMPTY, "no tokens")
+        if ids.min() < 0 or ids.max() >= rules.vocab_size:
+            return Skipped(reasons.OUT_OF_RANGE, f"ids {ids.min()} to {ids.max()}, vocabulary {rules.vocab_size}")
+        if length < rules.block_size:
+            return Skipped(reasons.SHORT, f"{length} tokens, block {rules.block_size}")
+        ids, mask = ids[: rules.max_context], mask[: rules.max_context]
+        if not mask.any():
+            return Skipped(reasons.UNSUPERVISED, f"{length} tokens")
+        if not valid_anchors(mask, rules.anchor_rule, rules.block_size).any():
+            return Skipped(reasons.NO_ANCHOR, f"{int(mask.sum())} supervised of {len(ids)} tokens")
+        # Eight bytes a row: ten million rows meet by chance once in some hundred thousand data sets.
+        name = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
+        if name in self._kept:
+            return Skipped(reasons.DUPLICATE, f"{len(ids)} tokens")
+        self._kept.add(name)
+        return Kept(ids, mask, length - len(ids), int((ids == self._template.unknown_id).sum()))
+
+
+def _turn_trouble(messages: list[dict[str, Any]]) -> Skipped | None:
+    """What a template may render all the same, but no conversation means."""
+    before = ""
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        if before in MISPLACED[role]:
+            return Skipped(reasons.ROLES, f"message {number} is the {role}'s, behind {before or 'nothing'}")
+        said = message["content"].strip() or message.get("reasoning_content") or message.get("tool_calls")
+        if role in ("user", "assistant") and not said:
+            return Skipped(reasons.EMPTY_TURN, f"message {number}, the {role}'s")
+        before = role
+    return None
