@@ -1,7 +1,7 @@
 """`draftgraph prepare`: conversations in, token shards and the doctor's counts out.
 
 Promises: every row is used or counted with a reason, and one bad row never stops it unless `strict` is on. Memory does
-not grow with the files, but for some thirty bytes a row.
+not grow with the files, but for some hundred and fifty bytes a row.
 """
 
 from collections.abc import Sequence
