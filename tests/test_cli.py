@@ -209,6 +209,17 @@ def test_prepare_shows_rows_and_writes_only_where_it_is_told_to(tmp_path, capsys
     assert summary["tokens"] == summary["supervised_tokens"] == 20
 
 
+def test_bad_rows_beyond_the_limit_are_status_3_with_the_report(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "hello, hello, hello"}\n{"messages": []}\n')
+    command = ["prepare", str(rows), "--target", chat_target(tmp_path / "target"), "--out", str(tmp_path / "shards")]
+    for limit, message in ((["--max-bad-rows", "0.4"], "50.0% of the rows are bad"), (["--strict"], "--strict is on")):
+        status, err = failure(capsys, *command, *limit)
+        assert status == 3 and message in err and "skipped: 1 empty row" in err
+    assert not (tmp_path / "shards").exists()
+    assert main([*command, "--max-bad-rows", "0.5"]) == 0
+
+
 def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", profile_file(tmp_path), "--run", str(run)]) == 0

@@ -1,7 +1,7 @@
 """`draftgraph prepare`: conversations in, token shards and the doctor's counts out.
 
-Promises: one bad row never stops it; every row is used or counted with a reason. A row longer than max_context is cut
-at its end and counted. Rows that could not train anything stay out of the shards.
+Promises: every row is used or counted with a reason, and one bad row never stops it unless `strict` is on. Memory does
+not grow with the files, but for some hundred and fifty bytes a row.
 """
 
 from collections.abc import Sequence
