@@ -19,7 +19,7 @@ from rich.text import Text
 from draftgraph.engine.data.anchors import RULES
 from draftgraph.engine.data.formats import FORMS
 from draftgraph.engine.data.masks import TURNS
-from draftgraph.engine.errors import DraftgraphError, UsageError
+from draftgraph.engine.errors import DraftgraphError, RunError, UsageError
 
 Summary = dict[str, Any]
 # NOTE: commands import what they need inside, so that --help and usage errors answer at once.
@@ -296,6 +296,11 @@ def main(arguments: list[str] | None = None) -> int:
     except DraftgraphError as error:
         console.print(Text.assemble(("error: ", "bold red"), str(error)))
         return error.exit_status
+    except OSError as error:
+        # A full disk, a folder that may not be written: whatever a command was writing, its older version is whole.
+        where = f": {error.filename}" if error.filename else ""
+        console.print(Text.assemble(("error: ", "bold red"), f"{error.strerror or error}{where}; free or change it"))
+        return RunError.exit_status
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130

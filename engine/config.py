@@ -6,6 +6,7 @@ change; `to_toml(profile)` read again gives the same profile. 0 and "" mean: tak
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
@@ -124,6 +125,9 @@ class Profile:
     log: LogSection = LogSection()
 
 
+LARGEST = 2**31
+MOST_BUCKETS = 64
+
 POSITIVE = {
     "run": ["steps"],
     "drafter": ["layers", "taps", "anchors", "reuse", "chunk_slots"],
@@ -196,6 +200,10 @@ def typed(where: str, value: Any, described: dataclasses.Field) -> Any:
     kind = get_origin(described.type) or described.type
     if kind is float and type(value) is int:
         value = float(value)
+    if type(value) is kind is int and abs(value) >= LARGEST:
+        raise UsageError(f"profile: {where} must be a number below {LARGEST:,}, found {value}")
+    if type(value) is kind is float and not math.isfinite(value):
+        raise UsageError(f"profile: {where} must be a finite number, found {value}")
     if type(value) is not kind:
         raise UsageError(f"profile: {where} takes {kind.__name__}, found {value!r}")  # type: ignore[union-attr]
     if kind is list:
@@ -223,6 +231,10 @@ def check(profile: Profile) -> None:
             value = getattr(getattr(profile, section), key)
             if value < 0:
                 raise UsageError(f"profile: {section}.{key} must be 0 or more, found {value}")
+    if profile.buckets.count > MOST_BUCKETS:
+        raise UsageError(
+            f"profile: buckets.count is at most {MOST_BUCKETS} (a graph each), found {profile.buckets.count}"
+        )
     betas = profile.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")

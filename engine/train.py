@@ -53,10 +53,14 @@ def readable_errors() -> Iterator[None]:
         yield
     except CaptureFailure as failure:
         raise CaptureError(str(failure)) from failure
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        # The CPU's allocator raises a plain RuntimeError.
+        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not exhausted:
+            raise
         raise CaptureError(
-            f"a device ran out of memory: {str(error).splitlines()[0]} Lower buckets.context_tokens, "
-            "buckets.draft_tokens or drafter.chunk_slots, or place fewer roles on the device"
+            f"a device ran out of memory: {(str(error).splitlines() or ['MemoryError'])[0]} Lower "
+            "buckets.context_tokens, buckets.draft_tokens or drafter.chunk_slots, or place fewer roles on the device"
         ) from error
 
 

@@ -115,6 +115,10 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("drafter.block_size=17", "2 to 16"),
         ("capture.mode=graph", "needs a CUDA device"),
         ("run.seed=-1", "0 or more"),
+        ("run.seed=99999999999999999999", "below 2,147,483,648"),
+        ("optim.eps=nan", "finite number"),
+        ("optim.lr=inf", "finite number"),
+        ("buckets.count=1000", "at most 64"),
         ("checkpoint.every=-1", "0 or more"),
         ("placement.look_ahead=-1", "0 or more"),
         ("optim.betas=[0.9]", "two numbers"),
@@ -166,6 +170,21 @@ def test_a_target_that_is_no_configuration_is_one_sentence(tmp_path, capsys):
         (tmp_path / "bad.json").write_text(text)
         status, err = failure(capsys, "plan", path, "--set", f"target.model=random:{tmp_path / 'bad.json'}")
         assert status == 2 and err.startswith("error:"), text
+
+
+def test_more_memory_than_there_is_is_one_sentence(tmp_path, capsys):
+    path = profile_file(tmp_path)
+    run = str(tmp_path / "run")
+    status, err = failure(capsys, "train", path, "--run", run, "--set", "drafter.heads=100000000")
+    assert status == 4 and "ran out of memory" in err
+
+
+def test_a_folder_where_a_file_belongs_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}')
+    status, err = failure(
+        capsys, "regenerate", str(tmp_path / "p.jsonl"), "--target", write_target(tmp_path), "--out", str(tmp_path)
+    )
+    assert status in (2, 5) and "error:" in err
 
 
 def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path, capsys):

@@ -263,3 +263,11 @@ def test_vocabulary_and_mask_token_are_checked_before_anything_is_loaded(tmp_pat
 
     with pytest.raises(UsageError, match=f"{VOCAB} rows"):
         make_plan(tiny_profile(tmp_path, drafter={"mask_token_id": VOCAB}))
+
+
+@pytest.mark.parametrize("content", ["[]", '"x"', "{}", '{"step": "6", "micro_step": 12, "updates": 6, "skipped": 0}'])
+def test_a_checkpoint_whose_counts_are_no_counts_is_passed_over(tmp_path, content):
+    run(tiny_profile(tmp_path), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-000006" / "state.json").write_text(content)
+    assert checkpoint.newest(folder).name == "step-000003"

@@ -46,9 +46,18 @@ def prompt_of(line: str, where: str) -> str:
         prompt = row["prompt"] if "prompt" in row else row["turns"][0]
     except (ValueError, TypeError, KeyError, IndexError):
         prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
+    if not isinstance(prompt, str) or not prompt.strip() or not is_text(prompt):
         raise DataError(f'{where}: expected {{"prompt": "..."}} or {{"turns": ["...", ...]}}, found {line[:60]!r}')
     return prompt
+
+
+def is_text(value: str) -> bool:
+    """Whether a string is text: JSON may hold half of a surrogate pair, which no tokenizer takes."""
+    try:
+        value.encode()
+        return True
+    except UnicodeEncodeError:
+        return False
 
 
 def render_prompt(tokenizer: Any, prompt: str) -> str:

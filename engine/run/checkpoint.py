@@ -84,11 +84,11 @@ def newest(folder: Path) -> Path:
     reasons = []
     for path in reversed(found(folder)):
         try:
-            json.loads((path / "state.json").read_text())
+            read_scalars(path)
             with safe_open(path / "state.safetensors", "pt") as file:
                 file.keys()
             return path
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, RunError, SafetensorError) as error:
             reasons.append(f"{path.name}: {error}")
     detail = f" ({'; '.join(reasons)})" if reasons else ""
     raise RunError(f"no usable checkpoint in {folder}{detail}; start without --resume")
@@ -96,8 +96,11 @@ def newest(folder: Path) -> Path:
 
 def read_scalars(path: Path) -> dict:
     try:
-        return json.loads((path / "state.json").read_text())
-    except (OSError, ValueError) as error:
+        scalars = json.loads((path / "state.json").read_text())
+        if not all(type(scalars[key]) is int for key in ("step", "micro_step", "updates", "skipped")):
+            raise ValueError("a count in state.json is not a whole number")
+        return scalars
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"cannot read checkpoint {path}: {error}; remove it and use --resume again") from error
 
 
