@@ -52,7 +52,7 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
         summary = prepare_rows(args.inputs, template, args.out, target=args.target, progress=True, **rules, **limits)
         if not summary["picture"]:
             console.print(
-                "no picture of the lengths: it needs the extra `data`: pip install 'draftgraph[data]'", markup=False
+                "no picture of the lengths: it needs the extra `data`: pip install -e '.[data]'", markup=False
             )
     console.print(Text(report(summary)))
     return summary

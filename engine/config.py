@@ -94,7 +94,7 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class CaptureSection:
-    mode: str = choice("graph", "eager")
+    mode: str = choice("eager", "graph")
     allow_fallback: list[str] = field(default_factory=list)  # packages whose absence a GPU run may bear: fla, ...
     warmup_rounds: int = 3
     verify_rounds: int = 3
@@ -239,6 +239,15 @@ def check(profile: Profile) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")
     drafter, placement = profile.drafter, profile.placement
+    if profile.optim.warmup > 1 or drafter.alpha > 1:
+        raise UsageError("profile: optim.warmup (a share of the steps) and drafter.alpha are from 0 to 1")
+    if drafter.sliding_layers and drafter.sliding_window < 1:
+        raise UsageError(f"profile: drafter.sliding_window must be above 0, found {drafter.sliding_window}")
+    if profile.buckets.context_multiple > profile.buckets.max_context:
+        raise UsageError(
+            f"profile: buckets.context_multiple ({profile.buckets.context_multiple}) is above buckets.max_context "
+            f"({profile.buckets.max_context}); every row would be padded beyond it"
+        )
     if not 2 <= drafter.block_size <= 16:
         raise UsageError(f"profile: drafter.block_size is 2 to 16, found {drafter.block_size}")
     if profile.buckets.max_context > profile.buckets.context_tokens:

@@ -1,7 +1,9 @@
 """`draftgraph warmup` and `draftgraph train`: the run, top to bottom."""
 
 import dataclasses
+import fcntl
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,8 +18,8 @@ from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.memory import MemoryWatch
 from draftgraph.capture.syncs import count_syncs
 from draftgraph.engine.build import Engine, build
-from draftgraph.engine.config import Profile, to_toml
-from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError
+from draftgraph.engine.config import Profile, load_profile, to_toml
+from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run import checkpoint
@@ -35,15 +37,50 @@ def open_run(folder: Path, plan: Plan, resume: bool) -> None:
     """
     checkpoints = folder / "checkpoints"
     started = bool(checkpoint.found(checkpoints))
+    profile_file = folder / "profile.toml"
+    if profile_file.exists() and not is_resolved(profile_file):
+        raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
     if started and not resume:
         raise RunError(f"{folder} already holds a run; add --resume to go on with it, or name another --run folder")
     if resume:
-        checkpoint.check_identity(checkpoint.newest(checkpoints), plan.identity)
+        newest = checkpoint.newest(checkpoints)
+        checkpoint.check_identity(newest, plan.identity)
+        if checkpoint.read_scalars(newest)["step"] >= plan.profile.run.steps:
+            raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "profile.toml").write_text(to_toml(plan.profile))
     except OSError as error:
         raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
+
+
+def is_resolved(path: Path) -> bool:
+    """Whether a profile is as a run writes it, every default written out."""
+    try:
+        return to_toml(load_profile(str(path))) == path.read_text()
+    except (UsageError, OSError, UnicodeDecodeError):
+        return False
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run folder for this process, so that a second run cannot mix its checkpoints in.
+
+    Raises:
+        RunError: another process holds it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise RunError(f"another process is training in {folder}; wait for it, or name another --run") from error
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -91,9 +128,10 @@ def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
 def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dict[str, Any]:
     """Warm up, then the run; returns the summary of `draftgraph train`."""
     plan = make_plan(profile)
-    open_run(folder, plan, resume)
-    with warm_engine(plan, folder, console) as (engine, evidence):
-        return run(engine, evidence, folder, resume, console)
+    with locked(folder):
+        open_run(folder, plan, resume)
+        with warm_engine(plan, folder, console) as (engine, evidence):
+            return run(engine, evidence, folder, resume, console)
 
 
 def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, console: Console) -> dict[str, Any]:
@@ -178,6 +216,11 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
     }
     ours = {**summary, "warmup_seconds": evidence["seconds"], "verified": evidence["verified"]}
     write_receipt(folder / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
+    if tally.skipped:
+        console.print(
+            f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "
+            "Lower optim.lr, or look at the rows with `draftgraph prepare --show`"
+        )
     if step < profile.run.steps:
         raise Interrupted(f"stopped after step {step} of {profile.run.steps}, checkpoint written; go on with --resume")
     return summary

@@ -117,6 +117,8 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("run.seed=-1", "0 or more"),
         ("run.seed=99999999999999999999", "below 2,147,483,648"),
         ("optim.eps=nan", "finite number"),
+        ("optim.warmup=100", "from 0 to 1"),
+        ("buckets.context_multiple=100", "above buckets.max_context"),
         ("optim.lr=inf", "finite number"),
         ("buckets.count=1000", "at most 64"),
         ("checkpoint.every=-1", "0 or more"),

@@ -31,7 +31,7 @@ def write_prompts(path, *prompts):
 
 
 def test_answers_do_not_depend_on_the_batch_and_a_second_call_goes_on(tmp_path, answer):
-    prompts = write_prompts(tmp_path / "p.jsonl", "a", "much longer than that", "bb")
+    prompts = write_prompts(tmp_path / "p.jsonl", "a", "much longer\u2028than that", "bb")
     assert answer(prompts, tmp_path / "whole.jsonl")["rows_answered"] == 3
     answer(write_prompts(tmp_path / "first.jsonl", "a"), tmp_path / "parts.jsonl")
     with (tmp_path / "parts.jsonl").open("a") as file:
@@ -43,8 +43,10 @@ def test_answers_do_not_depend_on_the_batch_and_a_second_call_goes_on(tmp_path, 
 
 def test_files_that_cannot_be_used_are_one_sentence(tmp_path, answer):
     prompts = write_prompts(tmp_path / "p.jsonl", "a")
-    (tmp_path / "other.jsonl").write_text("[1]\n")
-    with pytest.raises(DataError, match="something other than regenerated rows"):
-        answer(prompts, tmp_path / "other.jsonl")
+    for text in ("[1]\n", '[{"my": "only copy"}]', '{"prompt": "a"}\n{"prompt": "b"}'):
+        (tmp_path / "other.jsonl").write_text(text)
+        with pytest.raises(DataError, match="something other than regenerated rows"):
+            answer(prompts, tmp_path / "other.jsonl")
+        assert (tmp_path / "other.jsonl").read_text() == text
     with pytest.raises(DataError, match="cannot write"):
         answer(prompts, prompts / "below.jsonl")

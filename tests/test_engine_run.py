@@ -11,7 +11,7 @@ from tiny import VOCAB, ordinary_rows, tiny_profile
 from draftgraph.engine.errors import CaptureError, DataError, RunError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run import checkpoint
-from draftgraph.engine.train import train
+from draftgraph.engine.train import locked, train
 
 QUIET = Console(quiet=True)
 
@@ -271,3 +271,23 @@ def test_a_checkpoint_whose_counts_are_no_counts_is_passed_over(tmp_path, conten
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-000006" / "state.json").write_text(content)
     assert checkpoint.newest(folder).name == "step-000003"
+
+
+def test_a_complete_run_is_not_resumed_and_keeps_its_receipt(tmp_path):
+    run(tiny_profile(tmp_path), tmp_path / "run")
+    receipt = (tmp_path / "run" / "receipt.json").read_bytes()
+    with pytest.raises(RunError, match="is complete"):
+        run(tiny_profile(tmp_path), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "receipt.json").read_bytes() == receipt
+
+
+def test_a_second_process_in_one_run_folder_is_refused(tmp_path):
+    with locked(tmp_path / "run"), pytest.raises(RunError, match="another process is training"):
+        run(tiny_profile(tmp_path), tmp_path / "run")
+
+
+def test_a_users_own_profile_is_never_overwritten(tmp_path):
+    (tmp_path / "profile.toml").write_text("# mine")
+    with pytest.raises(RunError, match="not a run's"):
+        run(tiny_profile(tmp_path), tmp_path)
+    assert (tmp_path / "profile.toml").read_text() == "# mine"

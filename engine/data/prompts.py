@@ -30,7 +30,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[str]:
     if path.suffix not in (".jsonl", ".txt"):
         raise UsageError(f"prompts: expected {HUMAN_EVAL!r} or a .jsonl or .txt file, found {source!r}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"prompts: cannot read {path}: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]

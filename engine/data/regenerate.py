@@ -13,19 +13,29 @@ from draftgraph.engine.data.prompts import load_prompts, render_prompt
 from draftgraph.engine.errors import DataError
 from draftgraph.engine.progress import progress_bar
 
+ROW_START = b'{"messages": ['
+
 
 def answered(out: Path) -> set[str]:
-    """The prompts that `out` holds an answer to; a last line that an interruption tore is cut off first."""
+    """The prompts that `out` holds an answer to; a last row that an interruption tore is cut off.
+
+    Raises:
+        DataError: it holds something else, which is left as it is.
+    """
     if not out.exists():
         return set()
     raw = out.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        out.write_bytes(whole)
+    whole, torn = raw[: raw.rfind(b"\n") + 1], raw[raw.rfind(b"\n") + 1 :]
     try:
-        return {json.loads(line)["messages"][0]["content"] for line in whole.decode().splitlines()}
+        # NOTE: not splitlines, which also splits at separators that stand inside a row.
+        found = {json.loads(line)["messages"][0]["content"] for line in whole.decode().split("\n") if line}
+        if torn and not (torn.startswith(ROW_START) or ROW_START.startswith(torn)):
+            raise ValueError("its last line is no regenerated row")
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise DataError(f"{out} holds something other than regenerated rows: name another output file") from error
+    if torn:
+        out.write_bytes(whole)
+    return found
 
 
 def answers(prompts: list[str], model: Any, tokenizer: Any, max_new_tokens: int) -> list[str]:

