@@ -1,6 +1,7 @@
 """Profiles: the same TOML out, shipped ones that read, overrides."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,10 @@ def test_an_override_is_read_as_toml_and_else_as_a_string():
         "target": {"model": "smollm2"},
         "placement": {"targets": ["cpu"]},
     }
+
+
+def test_the_readmes_least_profile_is_one():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    block = readme.split("The least that a profile")[1].split("\n\n")[1]
+    profile = from_values(tomllib.loads("\n".join(line.strip() for line in block.splitlines())))
+    assert profile.capture.mode == "graph" and profile.drafter.block_size == 8
