@@ -30,7 +30,7 @@ from draftgraph.profiles.measure import receipt, write_receipt
 
 
 def open_run(folder: Path, plan: Plan, resume: bool) -> None:
-    """Make the run folder, or check that it may be continued; nothing is written before that is known.
+    """Check that a run may start or go on in a locked folder; its profile is written only then.
 
     Raises:
         RunError: it holds a run and --resume was not given, or the other way round, or the run is another one.
@@ -48,7 +48,6 @@ def open_run(folder: Path, plan: Plan, resume: bool) -> None:
         if checkpoint.read_scalars(newest)["step"] >= plan.profile.run.steps:
             raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "profile.toml").write_text(to_toml(plan.profile))
     except OSError as error:
         raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
