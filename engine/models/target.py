@@ -108,7 +108,9 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
         rng = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with quiet(), rng, device_defaults(dtype, device):
             torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa"
+            )
     else:
         path, extra = locate(name)
         with quiet():
@@ -119,7 +121,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
             except (OSError, ValueError) as error:
                 raise UsageError(f"target.model: cannot load {name!r}: {error}") from error
     choose_ops_by_device(model)
-    return model.to(device=device, dtype=dtype).requires_grad_(False).eval()
+    # NOTE: no cast here: it would round the rotary frequencies, which transformers keeps in float32.
+    return model.to(device).requires_grad_(False).eval()
 
 
 def decoder_on_meta(config: Any) -> Any:
