@@ -41,12 +41,14 @@ def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
             for lane in lanes:
                 lane.warm_up(section.warmup_rounds)
             worst, references = None, None
+            verifying = time.perf_counter()
             if section.mode == "graph":
                 progress.update(phases, advance=1, description="eager references")
                 references = eager_references(lanes, section.verify_rounds)
             else:
                 progress.update(phases, advance=1, description="verify padding")
                 worst = check_padding(engine, section.verify_rounds)
+            verification_seconds = time.perf_counter() - verifying
             progress.update(phases, advance=1, description="capture")
             captured_at = time.perf_counter()
             for lane in lanes:
@@ -54,7 +56,9 @@ def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
             capture_seconds = time.perf_counter() - captured_at
             if references is not None:
                 progress.update(phases, description="compare replays")
+                verifying = time.perf_counter()
                 compare(lanes, references)
+                verification_seconds += time.perf_counter() - verifying
             progress.update(phases, advance=1, description="warmed up")
     finally:
         progress.remove_task(phases)
@@ -71,6 +75,7 @@ def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
         "verified": True,
         "verification": {
             "rounds": section.verify_rounds,
+            "seconds": round(verification_seconds, 3),
             "replay_against_eager": "bit-equal" if captured else None,
             "padded_against_unpadded_relative_difference": worst,
         },
