@@ -12,7 +12,7 @@ from rich.console import Console
 from draftgraph.engine.bench import kernels, peer, protocol, steps
 from draftgraph.engine.bench.command import bench, goal_text
 from draftgraph.engine.bench.goals import GOALS, WORKLOADS, Goal
-from draftgraph.engine.bench.workloads import PROFILE_27B, load
+from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.plan import device_bytes, make_plan
@@ -168,3 +168,12 @@ def test_kernel_workloads_have_every_figure_on_a_gpu(tmp_path):
     for name, receipt in receipts.items():
         assert receipt["gpu"] and receipt["ceiling_tflops"] > 10 and receipt["ratio"] > 0
         assert {row["met"] for row in receipt["goals"].values()} <= {True, False}, name
+
+
+@pytest.mark.gpu
+def test_a_training_workload_is_flat_and_timed_on_a_gpu():
+    ours = steps.train_rows(load_profile(PROFILE_08B, ["buckets.count=2"]), 48)
+    assert ours["rows"] >= 48 and 0 < ours["real_tokens_per_s_inclusive"] < ours["real_tokens_per_s_steady"]
+    assert ours["alloc_bytes_per_step"] == ours["reserved_range_bytes"] == ours["host_syncs_per_step"] == 0
+    assert all(row["replay_ms"] > 0 for row in ours["graphs"]) and ours["capture_seconds"] > 0
+    assert abs(ours["loss"] - np.log(248320)) < 1

@@ -72,7 +72,7 @@ def bench(
     where = f"{handed.ceiling_tflops:,.0f} TFLOP/s bf16 ceiling" if handed.ceiling_tflops else "no measurements: no GPU"
     console.print(columns_table(f"Bench, {where}", table))
     for note in notes:
-        console.print(note, markup=False, highlight=False)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     return {
         "out": str(out),
         "workloads": results,

@@ -55,7 +55,8 @@ class Bench:
 
     def say(self, line: str) -> None:
         """One line per phase, with the seconds since the command began."""
-        self.console.print(f"[{time.perf_counter() - self.started:6.1f} s] {line}", markup=False, highlight=False)
+        elapsed = time.perf_counter() - self.started
+        self.console.print(f"[{elapsed:6.1f} s] {line}", markup=False, highlight=False, soft_wrap=True)
 
     def free(self) -> None:
         """Give the device's memory back, for another workload or a peer in its own process."""
