@@ -104,7 +104,6 @@ def warm_up(
         "verified": True,
         "verification": {
             "rounds": section.verify_rounds,
-            "seconds": round(verification_seconds, 3),
             "replay_against_eager": "bit-equal" if captured else None,
             "padded_against_unpadded_relative_difference": worst,
         },
