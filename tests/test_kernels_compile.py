@@ -105,7 +105,7 @@ def compile_cross_entropy(capability: int) -> dict[str, int]:
 
 
 def compile_fused(capability: int) -> dict[str, int]:
-    """Shared memory in bytes of the kernels of norms, rotary heads and SwiGLU in bfloat16, with every optional input."""
+    """Shared memory in bytes of norms, rotary heads and SwiGLU, in bfloat16 with every optional input."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
