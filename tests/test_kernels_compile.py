@@ -106,6 +106,41 @@ def compile_cross_entropy(capability: int) -> dict[str, int]:
     return shared_bytes
 
 
+def compile_fused(capability: int) -> dict[str, int]:
+    """Shared memory in bytes of norms, rotary heads and SwiGLU, in bfloat16 with every optional input."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from draftgraph.kernels import rms_norm, rope, swiglu
+
+    jobs: list = []
+    for size in (64, 1024, 5120):
+        for kernel, (constants, num_warps) in (
+            (rms_norm.rms_norm_kernel, rms_norm.tile(size)),
+            (rms_norm.rms_norm_gradient_kernel, rms_norm.gradient_tile(size, 2)),
+        ):
+            jobs.append((kernel, constants | {"ZERO_CENTRED": True}, num_warps))
+    for head_dim, rotary_dim in ((64, 64), (128, 128), (256, 64)):
+        constants = {"ZERO_CENTRED": True, "HEADS": 24, **rope.tile(head_dim, rotary_dim)}
+        jobs += [(k, constants, rope.NUM_WARPS) for k in (rope.norm_rope_kernel, rope.norm_rope_gradient_kernel)]
+    for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_gradient_kernel):
+        jobs.append((kernel, {"BLOCK_F": swiglu.BLOCK_F}, swiglu.NUM_WARPS))
+    others = {"positions": "*i64", "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "eps": "fp32"}
+    others |= dict.fromkeys(("M", "D", "P", "F"), "i32")
+    shared_bytes = {}
+    for kernel, constants, num_warps in jobs:
+        names = kernel.arg_names
+        numbers = {name: "i32" for name in names if name.endswith("stride")}
+        types = others | numbers | dict.fromkeys(constants, "constexpr")
+        signature = {name: types.get(name, "*bf16") for name in names}
+        aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or signature[name] == "i32"]
+        source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        shared_bytes[f"{kernel.__name__} {constants}"] = compiled.metadata.shared
+    return shared_bytes
+
+
 if __name__ == "__main__":
     card = int(sys.argv[1])
-    print(json.dumps(compile_anchor_attention(card) | compile_cross_entropy(card)))
+    print(json.dumps(compile_anchor_attention(card) | compile_cross_entropy(card) | compile_fused(card)))
