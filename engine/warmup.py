@@ -17,7 +17,6 @@ from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.build import Engine
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import CaptureError
-from draftgraph.engine.models.target import resolved_ops
 from draftgraph.engine.run.buffers import BatchViews
 from draftgraph.engine.run.lanes import DrafterLane
 
@@ -65,7 +64,7 @@ def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
         "mode": section.mode,
         "graphs": graphs,
         "pool_bytes": sum(row["pool_bytes"] or 0 for row in graphs) if captured else None,
-        "ops": resolved_ops(engine.targets[0].model, engine.targets[0].device),
+        "ops": engine.targets[0].ops,
         "seconds": round(time.perf_counter() - started, 3),
         "capture_seconds": round(capture_seconds, 3) if captured else None,
         "verified": True,

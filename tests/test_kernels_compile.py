@@ -105,7 +105,7 @@ def compile_cross_entropy(capability: int) -> dict[str, int]:
 
 
 def compile_fused(capability: int) -> dict[str, int]:
-    """Shared memory in bytes of norms, rotary heads, SwiGLU, gates and convolution in bfloat16, all optional inputs given."""
+    """Shared memory in bytes of the fused elementwise kernels in bfloat16, with every optional input."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
