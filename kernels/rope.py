@@ -235,10 +235,10 @@ def rotate_back(
     x: Tensor,
     weight: Tensor | None,
     tables: tuple[Tensor, ...],
-    eps: float,
-    zero_centred: bool,
     out_grad: Tensor,
     x_grad: Tensor,
+    eps: float,
+    zero_centred: bool,
 ) -> Tensor | None:
     """The backward kernel: writes x_grad [T, heads, C], tokens of any stride; returns the weight's gradient."""
     cos, sin, positions = tables
@@ -267,7 +267,7 @@ class _NormRope(torch.autograd.Function):
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *tables = ctx.saved_tensors
         x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        weight_grad = rotate_back(as_heads(x), weight, tuple(tables), *ctx.rule, out_grad, as_heads(x_grad))
+        weight_grad = rotate_back(as_heads(x), weight, tuple(tables), out_grad, as_heads(x_grad), *ctx.rule)
         return x_grad, weight_grad, *(None,) * 5
 
 
@@ -294,7 +294,7 @@ class _NormRopeSplit(torch.autograd.Function):
         *inputs, _ = fused.view(heads).split(ctx.num_heads, 1)
         *grads, values_grad = grad.view(heads).split(ctx.num_heads, 1)
         weight_grads = [
-            rotate_back(x, weight, (cos, sin, positions), ctx.eps, False, out_grad, x_grad)
+            rotate_back(x, weight, (cos, sin, positions), out_grad, x_grad, ctx.eps, False)
             for x, weight, out_grad, x_grad in zip(inputs, weights, out_grads[:-1], grads, strict=True)
         ]
         values_grad.copy_(out_grads[-1].view(values_grad.shape))
