@@ -10,6 +10,7 @@ from tiny import VOCAB, WINDOW, write_target
 from draftgraph.engine.errors import CaptureError, UsageError
 from draftgraph.engine.models import fused
 from draftgraph.engine.models.target import Target, load_model
+from draftgraph.kernels import fused as kernels
 from draftgraph.kernels import reference
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_the_triton_kernels_in_their_places_give_the_same_taps(tmp_path, case, m
     ids = token_ids(2, 9)
     expected = extract(Target(make_model(tmp_path, case, torch.float32, CPU), TAPS, 16, "fused"), ids)
     # fla has no interpreter: the delta rule alone stays a twin.
-    ops = SimpleNamespace(**{**vars(fused.KERNELS), "gated_delta": reference.gated_delta})
+    ops = SimpleNamespace(**{**vars(kernels), "gated_delta": reference.gated_delta})
     monkeypatch.setattr(fused, "reference", ops)
     assert (
         relative(extract(Target(make_model(tmp_path, case, torch.float32, CPU), TAPS, 16, "fused"), ids), expected)

@@ -9,7 +9,6 @@ Does not do: windows shorter than the context (the module's loop does them), dro
 """
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,19 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftgraph.engine.errors import CaptureError
-from draftgraph.kernels import causal_conv, gated_delta, gates, reference, rms_norm, rope, swiglu
-
-KERNELS = SimpleNamespace(
-    add_rms_norm=rms_norm.add_rms_norm,
-    causal_conv=causal_conv.causal_conv,
-    gated_delta=gated_delta.gated_delta,
-    gated_rms_norm=gates.gated_rms_norm,
-    norm_rope=rope.norm_rope,
-    rms_norm=rms_norm.rms_norm,
-    sigmoid_gate=gates.sigmoid_gate,
-    swiglu=swiglu.swiglu,
-)
-
+from draftgraph.engine.models.stacked_linear import stack
+from draftgraph.kernels import fused as kernels
+from draftgraph.kernels import reference
 
 # Largest relative difference of one layer's output, per token, from the module's own: roundings of float32 in fla's
 # tensor-core products, of bfloat16 in everything. A wrong layer differs by 0.1 and more.
@@ -55,22 +44,12 @@ class Projection:
 def join(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor of all rows; the parameters become views of it, so that nothing is held twice.
 
-    Parameters that lie side by side already (a second forward over one module) are left as they are.
+    Parameters that lie below each other already (a second forward over one module) stay where they are.
     """
-    first = parameters[0].detach()
-    lengths = [len(parameter) for parameter in parameters]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    places = [first.storage_offset() + start * first.stride(0) for start in starts]
-    storage = first.untyped_storage().data_ptr()
-    if all(
-        p.untyped_storage().data_ptr() == storage and p.storage_offset() == place
-        for p, place in zip(parameters, places, strict=True)
-    ):
-        return first.as_strided((sum(lengths), *first.shape[1:]), first.stride())
-    joined = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, start, length in zip(parameters, starts, lengths, strict=True):
-        parameter.data = joined[start : start + length]
-    return joined
+    joined = stack(tuple(parameter.detach().view(len(parameter), -1) for parameter in parameters))
+    for parameter, rows in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+        parameter.data = rows.view(parameter.shape)
+    return joined.view(-1, *parameters[0].shape[1:])
 
 
 class Mlp:
@@ -106,7 +85,7 @@ class FusedForward:
         self.embedding, self.target_layer_ids = decoder.embed_tokens, target_layer_ids
         self.family, self.eps = decoder.config.model_type, decoder.config.rms_norm_eps
         device = self.embedding.weight.device
-        self.ops: Any = KERNELS if device.type == "cuda" else reference
+        self.ops: Any = kernels if device.type == "cuda" else reference
         self.positions = torch.arange(max_context, device=device)
         # M-RoPE of text: the same position on all three axes.
         axes = (3, 1, -1) if hasattr(decoder.rotary_emb, "mrope_section") else (1, -1)

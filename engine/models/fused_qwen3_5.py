@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from draftgraph.engine.errors import CaptureError
-from draftgraph.engine.models.fused import KERNELS, FusedForward, Mixer, Projection, Rotary, attend
+from draftgraph.engine.models.fused import FusedForward, Mixer, Projection, Rotary, attend
+from draftgraph.kernels import reference
 from draftgraph.kernels.gated_delta import implementation
 
 
@@ -23,7 +24,7 @@ class FusedQwen35(FusedForward):
         return GatedDelta(layer.linear_attn, self.ops, self.eps)
 
     def resolved_ops(self) -> dict[str, str]:
-        found = implementation() if self.ops is KERNELS else self.ops.gated_delta
+        found = self.ops.gated_delta if self.ops is reference else implementation()
         return {**super().resolved_ops(), "gated_delta": f"{found.__module__}.{found.__qualname__}"}
 
 
