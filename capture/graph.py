@@ -5,17 +5,18 @@ operation and what to change. It does not warm up, check inputs, or decide an or
 """
 
 import gc
+import re
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from draftgraph.capture.census import Census, read_graph
-from draftgraph.capture.errors import CaptureFailure
+from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
+from draftgraph.capture.stacks import innermost
 from draftgraph.capture.step import Step
 
 
@@ -31,7 +32,12 @@ class CapturedGraph:
             still believe that a capture is under way.
     Stream: captures on `stream`; `replay` launches on the current stream.
     Owns: the graph, its executable, and its share of the pool until `close`.
+
+    `executable_bytes` is what the driver took while the graph was instantiated, in its own large units, which small
+    graphs may share; torch's counters do not see it.
     """
+
+    num_captures: ClassVar[int] = 0  # of this process
 
     def __init__(self, step: Step, pool: Any, stream: torch.cuda.Stream) -> None:
         # Cached blocks go back first, so that the growth of the reserved memory is the pool's alone.
@@ -50,9 +56,12 @@ class CapturedGraph:
                     first_error = error
                     raise
             self.census: Census | None = read_graph(self._graph.raw_cuda_graph())
+            free_bytes, _ = torch.cuda.mem_get_info(stream.device)
             self._graph.instantiate()
+            self.executable_bytes = free_bytes - torch.cuda.mem_get_info(stream.device)[0]
         except Exception as error:
-            raise _failure(step, first_error or error) from error
+            raise _failure(step, stream.device, first_error or error) from error
+        CapturedGraph.num_captures += 1
         self.seconds = time.perf_counter() - started
         self.pool_bytes = torch.cuda.memory_reserved(stream.device) - reserved
 
@@ -80,33 +89,35 @@ def quiet_garbage_collector() -> Iterator[None]:
             gc.enable()
 
 
-def out_of_memory(step: Step, doing: str, error: torch.OutOfMemoryError) -> CaptureFailure:
-    """The failure that says which step did not fit."""
-    return CaptureFailure(
-        f"{doing} {step.title} ran out of device memory: {_first_line(error)}. "
-        "Make the largest bucket smaller (fewer rows, a shorter context, fewer anchors) or place fewer roles here."
-    )
+def out_of_memory(step: Step, device: torch.device, doing: str, error: torch.OutOfMemoryError) -> DeviceMemoryExhausted:
+    """The failure that says which step did not fit, how much it asked for, and what else is there."""
+    told = ""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        told = f". It holds {torch.cuda.memory_allocated(device) / 2**30:.2f} GiB of tensors; "
+        told += f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free"
+    asked = re.match(r"CUDA out of memory. (Tried to allocate [^.]+\.?\d* \w+)", str(error))
+    text = asked[1] if asked else _first_line(error)
+    return DeviceMemoryExhausted(f"{doing} {step.title} ran out of memory on {device}: {text}{told}", device)
 
 
-def _failure(step: Step, error: Exception) -> CaptureFailure:
+def _failure(step: Step, device: torch.device, error: Exception) -> CaptureFailure:
     if isinstance(error, torch.OutOfMemoryError):
-        return out_of_memory(step, "capturing", error)
-    if "captur" in str(error):
+        return out_of_memory(step, device, "capturing", error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith("autotuner.py") for frame in frames):
+        advice = (
+            "A kernel began to tune itself during the capture: it met a shape that the warm-up had not shown it. Warm "
+            "up with the same tensors that are captured, or give the kernel one fixed configuration."
+        )
+    elif "captur" in str(error):
         advice = (
             "A captured step must not wait for the device or read a value back (.item(), .tolist(), nonzero, boolean "
             "indexing, copies from unpinned memory): keep the value in a tensor on the device."
         )
     else:
         advice = "Run the same profile in the eager mode to see whether the step fails by itself."
-    return CaptureFailure(f"capturing {step.title} failed at {_operation(error)}: {_first_line(error)}. {advice}")
-
-
-def _operation(error: Exception) -> str:
-    """The innermost line outside torch: the call that capture refused."""
-    inside = str(Path(torch.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(inside)), frames[-1])
-    return f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`"
+    return CaptureFailure(f"capturing {step.title} failed at {innermost(frames)}: {_first_line(error)}. {advice}")
 
 
 def _first_line(error: Exception) -> str:

@@ -16,14 +16,20 @@ from statistics import median
 from typing import Literal
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.evidence import GraphEvidence
+from draftgraph.capture.families import families, implementations
 from draftgraph.capture.graph import CapturedGraph, out_of_memory, quiet_garbage_collector
 from draftgraph.capture.guards import InputGuard
 from draftgraph.capture.step import Step
 
 Mode = Literal["graph", "eager"]
+
+_GEMMS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+_LAUNCHES = ("kernel", "memcpy", "memset")
+_GUARD_CHECKS = 100
 
 
 @dataclass
@@ -33,6 +39,8 @@ class _Entry:
     graph: CapturedGraph | None = None
     eager_ms: list[float] = field(default_factory=list)
     replay_ms: list[float] = field(default_factory=list)
+    gemm_flops: int | None = None
+    guard_us: float | None = None
     max_difference: float | None = None
 
 
@@ -97,7 +105,13 @@ class Lane:
         for step in self.steps:
             for number in range(rounds):
                 self.fill(step, number)
-                self.run_eager(step)
+                if number == 0 and self.stream is not None:
+                    with FlopCounterMode(display=False) as counter:
+                        self.run_eager(step)
+                    counts = counter.get_flop_counts()["Global"]
+                    self._entry(step).gemm_flops = sum(counts.get(op, 0) for op in _GEMMS)
+                else:
+                    self.run_eager(step)
             # The first run pays for compilation; it says nothing about the step.
             del self._entry(step).eager_ms[0]
         self._warm = True
@@ -116,17 +130,27 @@ class Lane:
                 for step in self.steps:
                     self._entry(step).graph = CapturedGraph(step, pool, self.stream)
         for entry in self._entries.values():
-            entry.guard = InputGuard(entry.step)
+            guard = entry.guard = InputGuard(entry.step)
+            started = time.perf_counter()
+            for _ in range(_GUARD_CHECKS):
+                guard.check()
+            entry.guard_us = (time.perf_counter() - started) / _GUARD_CHECKS * 1e6
         self._sealed = True
 
     def replay(self, step: str, bucket: str = "") -> None:
         """Issue one step on the lane's stream and return; in the graph mode it neither allocates nor waits.
 
         Raises:
-            CaptureFailure: an input is no longer the tensor that was captured.
+            CaptureFailure: no such step and bucket, or an input is no longer the tensor that was captured.
         """
         assert threading.get_ident() == self._owner, f"lane '{self.name}' belongs to the thread that made it"
-        entry = self._entries[step, bucket]
+        entry = self._entries.get((step, bucket))
+        if entry is None:
+            raise CaptureFailure(
+                f"lane '{self.name}' has no step '{step}' of bucket '{bucket}'; it holds "
+                f"{', '.join(known.title for known in self.steps) or 'none'}. Every shape that a run uses is added "
+                "before warm-up; a running program never captures again."
+            )
         assert entry.guard is not None, f"lane '{self.name}' replays before it is captured"
         entry.guard.check()
         with self.on_stream():
@@ -156,7 +180,7 @@ class Lane:
         try:
             self._entry(step).eager_ms.append(self._timed(step))
         except torch.OutOfMemoryError as error:
-            raise out_of_memory(step, "the eager run of", error) from error
+            raise out_of_memory(step, self.device, "the eager run of", error) from error
 
     def replay_timed(self, step: Step) -> None:
         """Replay once; timed where there is a graph."""
@@ -214,9 +238,16 @@ class Lane:
             nodes=None if census is None else census.nodes,
             node_types=None if census is None else census.node_types,
             kernels=None if census is None else census.kernels,
+            families=None if census is None else families(census.kernels),
+            implementations=None if census is None else implementations(census.kernels),
+            eager_launches=None if census is None else sum(census.node_types.get(kind, 0) for kind in _LAUNCHES),
+            replay_launches=None if graph is None else 1,
             pool_bytes=None if graph is None else graph.pool_bytes,
+            executable_bytes=None if graph is None else graph.executable_bytes,
+            capture_seconds=None if graph is None else graph.seconds,
             eager_ms=median(entry.eager_ms) if entry.eager_ms else None,
             replay_ms=median(entry.replay_ms) if entry.replay_ms else None,
-            capture_seconds=None if graph is None else graph.seconds,
+            gemm_flops=entry.gemm_flops,
+            guard_us=entry.guard_us,
             max_difference=entry.max_difference,
         )

@@ -40,6 +40,16 @@ class MemoryWatch:
             for handle, used in zip(self._nvml, self._used, strict=True):
                 used.add(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
 
+    def growth(self) -> dict[str, int]:
+        """The last mark minus the first, of all devices together; 0 where it cannot be measured."""
+        pairs = list(zip(self._first_allocated, self._allocated, strict=True))
+        return {
+            "alloc_count": sum(now[0] - first[0] for first, now in pairs),
+            "alloc_bytes": sum(now[1] - first[1] for first, now in pairs),
+            "reserved_bytes": sum(reserved.change for reserved in self._reserved),
+            "device_used_bytes": sum(used.change for used in self._used),
+        }
+
     def report(self, num_steps: int | None = None) -> dict[str, float | int | None]:
         """The figures since the first mark, of all devices together; None where they cannot be measured.
 
@@ -51,10 +61,10 @@ class MemoryWatch:
         """
         steps = self._num_marks - 1 if num_steps is None else num_steps
         measured = bool(self._devices) and self._num_marks > 1 and steps > 0
-        pairs = list(zip(self._first_allocated, self._allocated, strict=True))
+        grown = self.growth()
         return {
-            "alloc_count": sum(now[0] - first[0] for first, now in pairs) if measured else None,
-            "alloc_bytes_per_step": sum(now[1] - first[1] for first, now in pairs) / steps if measured else None,
+            "alloc_count": grown["alloc_count"] if measured else None,
+            "alloc_bytes_per_step": grown["alloc_bytes"] / steps if measured else None,
             "reserved_range_bytes": max(reserved.width for reserved in self._reserved) if measured else None,
             "device_used_range_bytes": max(used.width for used in self._used) if measured and self._used else None,
         }
@@ -63,10 +73,18 @@ class MemoryWatch:
 class _Range:
     def __init__(self) -> None:
         self._values: tuple[int, int] | None = None
+        self._first = self._last = 0
 
     def add(self, value: int) -> None:
+        if self._values is None:
+            self._first = value
+        self._last = value
         low, high = self._values or (value, value)
         self._values = min(low, value), max(high, value)
+
+    @property
+    def change(self) -> int:
+        return self._last - self._first
 
     @property
     def width(self) -> int:

@@ -3,7 +3,7 @@
 Promises nothing by itself. It does not allocate: every tensor named here is persistent and made by the caller.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,6 +22,7 @@ class Step:
         fill: writes the inputs of verification round n and resets all state that `run` adds to. The same n gives
             the same bits, whatever ran before.
         predicted_bytes: size of the activations; the largest step of a lane is captured first.
+        baked: what `run` reads on the host, which a graph fixes at capture; compared before each replay. Cheap.
     Owns: nothing. NOTE: all these tensors live outside the graph pool, at addresses that never change.
     """
 
@@ -32,6 +33,7 @@ class Step:
     outputs: Mapping[str, Tensor]
     fill: Callable[[int], None]
     predicted_bytes: int
+    baked: Callable[[], Hashable] = lambda: None
 
     @property
     def title(self) -> str:

@@ -7,6 +7,7 @@ libraries: an nsys trace does. Costs nothing where no wait happens.
 """
 
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +15,17 @@ from typing import TextIO
 
 import torch
 
+from draftgraph.capture.stacks import innermost
+
 _MESSAGE = "called a synchronizing CUDA operation"
 
 
 class SyncCount:
-    """How many waits were seen; None where there is no CUDA device to wait for."""
+    """How many waits were seen, None where there is no CUDA device to wait for, and where the first one was."""
 
     def __init__(self, value: int | None) -> None:
         self.value = value
+        self.first = ""
 
 
 @contextmanager
@@ -52,6 +56,7 @@ def count_syncs() -> Iterator[SyncCount]:
             elif threading.get_ident() == owner:
                 assert count.value is not None
                 count.value += 1
+                count.first = count.first or innermost(traceback.extract_stack(), limit=3)
 
         warnings.showwarning = count_or_show
         # Torch says once per process that the mode does not see every wait; so does this module.

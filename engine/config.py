@@ -97,6 +97,9 @@ class OptimSection:
 class CaptureSection:
     mode: str = choice("eager", "graph")
     allow_fallback: list[str] = field(default_factory=list)  # packages whose absence a GPU run may bear: fla, ...
+    # What the target's graphs must hold: gated_delta = "fla", causal_conv = "causal_conv1d", attention = "cudnn".
+    ops: dict[str, str] = field(default_factory=dict)
+    watch: str = choice("report", "strict")  # strict: what breaks the steady state ends the run
     warmup_rounds: int = 3
     verify_rounds: int = 3
 
@@ -128,6 +131,13 @@ class Profile:
 
 LARGEST = 2**31
 MOST_BUCKETS = 64
+
+# Ops that have several implementations, as their kernels show (capture/families.py).
+OPS = {
+    "gated_delta": ("fla",),
+    "causal_conv": ("causal_conv1d", "fla", "draftgraph"),
+    "attention": ("cudnn", "flash", "efficient"),
+}
 
 POSITIVE = {
     "run": ["steps"],
@@ -212,6 +222,8 @@ def typed(where: str, value: Any, described: dataclasses.Field) -> Any:
         value = [float(v) if item is float and type(v) is int else v for v in value]
         if not all(type(v) is item for v in value):
             raise UsageError(f"profile: {where} takes a list of {item.__name__}, found {value!r}")
+    if kind is dict and not all(type(v) is str for v in value.values()):
+        raise UsageError(f"profile: {where} takes names, found {value!r}")
     known = described.metadata.get("known")
     if known and value not in known:
         nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
@@ -280,6 +292,10 @@ def check(profile: Profile) -> None:
             'profile: capture.mode = "graph" needs a CUDA device for every target and drafter; write capture.mode = '
             '"eager" for the CPU, or place all of them on "cuda:0"'
         )
+    for op, name in capture.ops.items():
+        refuse_unknown(op, list(OPS), "key of [capture.ops]")
+        if name not in OPS[op]:
+            raise UsageError(f"profile: capture.ops.{op} is one of {', '.join(OPS[op])}, found {name!r}")
     if capture.mode == "graph" and min(capture.warmup_rounds, capture.verify_rounds) < 3:
         raise UsageError("profile: capture.warmup_rounds and capture.verify_rounds are at least 3 for graphs")
     if bool(profile.data.shards) == bool(profile.data.random_lengths):

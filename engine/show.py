@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -72,30 +73,75 @@ def show_plan(console: Console, values: dict[str, Any]) -> None:
 
 def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
     captured = evidence["mode"] == "graph"
-    rows = []
-    for row in evidence["graphs"]:
-        number = row["lane"].split()[-1]
-        shown = {"graph" if captured else "step": f"{row['step']} {number}", "bucket": row["bucket"] or "-"}
-        if captured:
-            shown["nodes"] = cell("", row["nodes"])
-            shown["kernels"] = cell("", sum(row["kernels"].values()) if row["kernels"] else None)
-            shown["pool"] = bytes_text(row["pool_bytes"])
-        shown["eager ms"] = cell("", row["eager_ms"])
-        if captured:
-            shown["replay ms"] = cell("", row["replay_ms"])
-        rows.append(shown)
-    console.print(columns_table(f"Evidence, on {', '.join(sorted({r['device'] for r in evidence['graphs']}))}", rows))
+    graphs = evidence["graphs"]
+    console.print(columns_table("What each step costs", [costs(row, captured) for row in graphs]))
+    if captured:
+        console.print(columns_table("What the largest graph of each kind holds, read from the graph", holdings(graphs)))
+        console.print(columns_table("Pools", [pool(row) for row in evidence["lanes"]]))
     for op, called in evidence["ops"].items():
-        console.print(f"{op}: {called}", markup=False, highlight=False)
+        fell_back = captured and called.startswith("transformers.")
+        console.print(Text(f"{op}: {called}", style="bold red" if fell_back else ""))
+    for row in evidence["devices"]:
+        console.print(Text(row["sentence"]))
+    seconds = ", ".join(
+        f"{name.replace('_', ' ')} {value:.1f} s" for name, value in evidence["seconds_by_phase"].items()
+    )
     if captured:
         rounds = evidence["verification"]["rounds"]
         console.print(
-            f"Captured and verified: every graph replayed {rounds} rounds of changing inputs, buckets interleaved, "
-            "bit-equal to the eager run."
+            f"Captured and verified ({seconds}): every graph replayed {rounds} rounds of changing inputs, buckets "
+            "interleaved, bit-equal to the eager run."
         )
     else:
         worst = evidence["verification"]["padded_against_unpadded_relative_difference"]
         console.print(
-            "Ran EAGERLY, as the profile says: no graph was captured, so nodes, kernels, pool and replay do not apply. "
+            f"Ran EAGERLY, as the profile says ({seconds}): no graph was captured, so nodes, launches, kernels, pools, "
+            "replays and the matmul ceiling do not apply. "
             f"Verified: buckets with NaN in every pad equal their rows alone, to {worst:.1e}."
         )
+
+
+def costs(row: dict[str, Any], captured: bool) -> dict[str, str]:
+    """One step of the evidence table."""
+    number = row["lane"].split()[-1]
+    name = {"graph" if captured else "step": f"{row['step']} {number}", "bucket": row["bucket"] or "-"}
+    if not captured:
+        return {**name, "eager ms": cell("", row["eager_ms"])}
+    eager, replayed, share = row["eager_ms"], row["replay_ms"], row["gemm_ceiling_share"]
+    return {
+        **name,
+        "launches": f"{row['eager_launches']} > 1" if row["eager_launches"] else "-",
+        "eager ms": cell("", eager),
+        "replay ms": cell("", replayed),
+        "ratio": f"{eager / replayed:.2f}" if eager and replayed else "-",
+        "GEMM/ceiling": "-" if share is None else f"{share:.2f}",
+        "pool": bytes_text(row["pool_bytes"]),
+        "exec.": bytes_text(row["executable_bytes"]),
+        "capture s": cell("", row["capture_seconds"]),
+        "diff.": cell("", row["max_difference"]),
+    }
+
+
+def holdings(graphs: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Kernels per family of the first, largest graph of every step of every lane."""
+    largest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in graphs:
+        largest.setdefault((row["lane"], row["step"]), row)
+    counted = [row["families"] or {} for row in largest.values()]
+    names = sorted(
+        {name for row in counted for name in row}, key=lambda name: -sum(row.get(name, 0) for row in counted)
+    )
+    return [
+        {"graph": f"{step} {lane.split()[-1]}", "nodes": cell("", row["nodes"])}
+        | {name.replace("_", " "): cell("", (row["families"] or {}).get(name, 0)) for name in names}
+        for (lane, step), row in largest.items()
+    ]
+
+
+def pool(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "lane": row["lane"],
+        "pool": bytes_text(row["pool_bytes"]),
+        "largest graph's": bytes_text(row["largest_pool_bytes"]),
+        "ratio": cell("", row["pool_over_largest"]),
+    }

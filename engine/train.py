@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
-from draftgraph.capture.errors import CaptureFailure
-from draftgraph.capture.memory import MemoryWatch
-from draftgraph.capture.syncs import count_syncs
-from draftgraph.engine.build import Engine, build
+from draftgraph.capture import tuning
+from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
+from draftgraph.capture.watch import SteadyWatch
+from draftgraph.engine.advice import advice
+from draftgraph.engine.build import DTYPES, Engine, build, resolve_device
 from draftgraph.engine.config import Profile, load_profile, to_toml
 from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
+from draftgraph.engine.evidence import devices_before
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run import checkpoint
@@ -83,10 +86,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def readable_errors() -> Iterator[None]:
+def readable_errors(plan: Plan) -> Iterator[None]:
     """What the devices refuse, as errors with an exit status and advice."""
     try:
         yield
+    except DeviceMemoryExhausted as failure:
+        raise CaptureError(f"{failure}. {advice(plan, failure.device)}") from failure
     except CaptureFailure as failure:
         raise CaptureError(str(failure)) from failure
     except (RuntimeError, MemoryError) as error:
@@ -101,13 +106,22 @@ def readable_errors() -> Iterator[None]:
 
 
 @contextmanager
-def warm_engine(plan: Plan, folder: Path, console: Console) -> Iterator[tuple[Engine, dict[str, Any]]]:
-    """An engine, warmed up and verified, and its evidence, which is written to warmup.json."""
-    with readable_errors():
+def warm_engine(
+    plan: Plan, folder: Path, console: Console, resume: bool = False
+) -> Iterator[tuple[Engine, dict[str, Any]]]:
+    """An engine, warmed up and verified, and its evidence, which is written to warmup.json.
+
+    What kernels tuned themselves to is saved in tuning.json, and taken from there on a resume.
+    """
+    placement, tuned = plan.profile.placement, folder / "tuning.json"
+    with readable_errors(plan):
+        names = placement.targets + placement.drafters
+        before = devices_before([resolve_device(name) for name in names], DTYPES[plan.profile.target.dtype])
         engine = build(plan, lambda line: console.print(line, markup=False))
         with progress_bar(console) as progress:
-            evidence = warm_up(engine, progress)
+            evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
         (folder / "warmup.json").write_text(json.dumps(evidence, indent=1) + "\n")
+        tuning.save(tuned)
         yield engine, evidence
         # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.
         engine.close()
@@ -129,7 +143,7 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
     plan = make_plan(profile)
     with locked(folder):
         open_run(folder, plan, resume)
-        with warm_engine(plan, folder, console) as (engine, evidence):
+        with warm_engine(plan, folder, console, resume) as (engine, evidence):
             return run(engine, evidence, folder, resume, console)
 
 
@@ -137,7 +151,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
     Raises:
-        RunError: a checkpoint cannot be read or written.
+        RunError: a checkpoint cannot be read or written; the steady state broke and capture.watch is strict.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     profile, plan = engine.plan.profile, engine.plan
@@ -148,7 +162,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
         console.print(f"going on after step {first_step}")
     first_micro_step = first_step * profile.optim.accumulate
     tally = Tally(plan.shape.block_size, folder / "metrics.jsonl", first_step)
-    watch = MemoryWatch(engine.devices)
+    watch = SteadyWatch(engine.devices)
     with engine.loader(first_micro_step // profile.drafter.reuse) as (loader, rig), interrupts() as interrupted:
         scheduler = Scheduler(
             rig, loader, plan.lengths, profile.drafter.reuse, profile.optim.accumulate, first_micro_step
@@ -157,13 +171,12 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
         # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
         depth = rig.max_in_flight * profile.drafter.reuse // profile.optim.accumulate + 2
         late = LateFigures(lead.published.numel(), lead.device, depth)
-        syncs, step, started = 0, first_step, time.perf_counter()
-        watch.mark()
+        step, started = first_step, time.perf_counter()
+        watch.open(step)
 
         def save() -> None:
             scheduler.drain()
             tally.add(late.finished(wait=True))
-            watch.mark()
             checkpoint.save(
                 checkpoints, step, rig.drafters, scheduler.micro_step, plan.identity, profile.checkpoint.keep
             )
@@ -173,28 +186,34 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
             try:
                 while step < profile.run.steps and not interrupted:
                     segment_end = next_checkpoint(step, profile)
-                    with count_syncs() as counted:
-                        while step < segment_end and not interrupted:
+                    with watch.steady():
+                        while step < segment_end and not interrupted and not broken(watch, profile):
                             scheduler.step()
                             step += 1
                             late.publish(step, lead.published, lead.lane.stream)
                             tally.add(late.finished())
-                            if step % profile.log.every == 0:
-                                watch.mark()
+                            if step % profile.log.every == 0 or step == segment_end:
+                                for line in watch.mark(step):
+                                    console.print(Text(line, style="bold red"))
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
                                 progress.update(task, completed=step, description=tally.headline(rate))
-                    syncs += counted.value or 0
                     save()
                     progress.update(task, completed=step)
+                    if broken(watch, profile):
+                        raise RunError(
+                            f"{watch.findings[0]}. The profile says capture.watch = 'strict': stopped after step "
+                            f"{step}, checkpoint written. Mend the cause, or go on with --resume --set "
+                            "capture.watch=report"
+                        )
             except DataError:
                 # A row that cannot be read ends the run, not what was trained: the step it was for is left out.
                 save()
                 raise
             finally:
                 tally.close()
+                watch.close()
         seconds = time.perf_counter() - started
-    memory = watch.report(step - first_step)
-    on_gpu = memory["alloc_bytes_per_step"] is not None
+    memory, num_steps = watch.memory.report(step - first_step), max(1, step - first_step)
     summary = {
         "steps": step,
         "first_step": first_step,
@@ -207,7 +226,10 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
         "alloc_bytes_per_step": memory["alloc_bytes_per_step"],
         "reserved_range_bytes": memory["reserved_range_bytes"],
         "device_used_range_bytes": memory["device_used_range_bytes"],
-        "host_syncs_per_step": syncs / max(1, step - first_step) if on_gpu else None,
+        "host_syncs_per_step": None if watch.host_syncs is None else watch.host_syncs / num_steps,
+        "late_compilations": watch.late_compilations,
+        "late_captures": watch.late_captures,
+        "steady_state": "; ".join(watch.findings) or "as warm-up left it",
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
         "seconds": seconds,
@@ -223,6 +245,11 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
     if step < profile.run.steps:
         raise Interrupted(f"stopped after step {step} of {profile.run.steps}, checkpoint written; go on with --resume")
     return summary
+
+
+def broken(watch: SteadyWatch, profile: Profile) -> bool:
+    """Whether what the watch found ends the run."""
+    return bool(watch.findings) and profile.capture.watch == "strict"
 
 
 def next_checkpoint(step: int, profile: Profile) -> int:

@@ -5,18 +5,20 @@ eager run; in the eager mode the static buffers, NaN in every pad, gave what fre
 there is no run. It waits for the devices, and leaves weights behind that the caller overwrites.
 """
 
-import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
 from torch import Tensor
 
+from draftgraph.capture import tuning
 from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.build import Engine
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import CaptureError
+from draftgraph.engine.evidence import DeviceBefore, check_ops, device_row, graph_rows, lane_rows
 from draftgraph.engine.run.buffers import BatchViews
 from draftgraph.engine.run.lanes import DrafterLane
 
@@ -24,49 +26,79 @@ from draftgraph.engine.run.lanes import DrafterLane
 PADDING_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-def warm_up(engine: Engine, progress: Progress) -> dict[str, Any]:
+class Phases:
+    """Seconds per phase, and a bar that names the present one."""
+
+    NAMES = ("warm up", "verification", "capture")
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task = progress.add_task("warm up", total=4)
+        self.seconds = dict.fromkeys(self.NAMES, 0.0)
+        self.name, self.since = self.NAMES[0], time.perf_counter()
+
+    def enter(self, name: str, description: str) -> None:
+        self.close()
+        self.name, self.since = name, time.perf_counter()
+        self.progress.update(self.task, advance=1, description=description)
+
+    def close(self) -> None:
+        self.seconds[self.name] += time.perf_counter() - self.since
+
+
+def warm_up(
+    engine: Engine, progress: Progress, before: dict[str, DeviceBefore], tuned: Path | None = None
+) -> dict[str, Any]:
     """Warm up, capture, verify; returns the content of warmup.json.
 
+    Args:
+        before: every device as it was before the models were loaded.
+        tuned: choices of an earlier warm-up, to be taken again: a resume's.
     Raises:
-        CaptureFailure: a graph cannot be captured, or does not replay to the eager run's bits.
-        CaptureError: padding leaks.
+        CaptureFailure: a graph cannot be captured, or does not replay to the eager run's bits; a kernel that should
+            have taken an earlier choice tuned itself anew.
+        CaptureError: padding leaks, or an op is not implemented as the profile demands.
     """
     section = engine.plan.profile.capture
-    lanes = engine.rig.lanes
-    started = time.perf_counter()
-    phases = progress.add_task("warm up", total=3)
+    lanes, captured = engine.rig.lanes, section.mode == "graph"
+    choices = tuning.restore(tuned) if tuned else None
+    phases = Phases(progress)
+    worst, references = None, None
     try:
         with torch.random.fork_rng(devices=[]):
+            persistent = {d: torch.cuda.memory_allocated(d) if captured else None for d in engine.devices}
             for lane in lanes:
                 lane.warm_up(section.warmup_rounds)
-            worst, references = None, None
-            if section.mode == "graph":
-                progress.update(phases, advance=1, description="eager references")
+            if choices is not None:
+                tuning.refuse_new(choices)
+            if captured:
+                phases.enter("verification", "eager references")
                 references = eager_references(lanes, section.verify_rounds)
             else:
-                progress.update(phases, advance=1, description="verify padding")
+                phases.enter("verification", "verify padding")
                 worst = check_padding(engine, section.verify_rounds)
-            progress.update(phases, advance=1, description="capture")
-            captured_at = time.perf_counter()
+            phases.enter("capture", "capture")
             for lane in lanes:
                 lane.capture()
-            capture_seconds = time.perf_counter() - captured_at
             if references is not None:
-                progress.update(phases, description="compare replays")
+                phases.enter("verification", "compare replays")
                 compare(lanes, references)
-            progress.update(phases, advance=1, description="warmed up")
     finally:
-        progress.remove_task(phases)
+        phases.close()
+        progress.remove_task(phases.task)
     engine.initialise()
-    graphs = [dataclasses.asdict(row) for lane in lanes for row in lane.evidence]
-    captured = section.mode == "graph"
+    graphs = graph_rows(lanes, before)
+    if captured:
+        check_ops(section.ops, graphs, section.allow_fallback)
     return {
         "mode": section.mode,
         "graphs": graphs,
+        "lanes": lane_rows(lanes, graphs),
+        "devices": [device_row(d, graphs, before[str(d)], persistent[d]) for d in engine.devices],
         "pool_bytes": sum(row["pool_bytes"] or 0 for row in graphs) if captured else None,
         "ops": engine.targets[0].ops,
-        "seconds": round(time.perf_counter() - started, 3),
-        "capture_seconds": round(capture_seconds, 3) if captured else None,
+        "seconds": round(sum(phases.seconds.values()), 3),
+        "seconds_by_phase": {name.replace(" ", "_"): round(value, 3) for name, value in phases.seconds.items()},
         "verified": True,
         "verification": {
             "rounds": section.verify_rounds,

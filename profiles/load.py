@@ -8,6 +8,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 MODELS = FOLDER / "models"  # shapes for random targets
 PEERS = FOLDER / "peers"  # the recorded row lengths
+WARMUP_SCHEMA = FOLDER / "warmup.schema.json"  # of what warm-up finds
 DATA = FOLDER / "data"  # the demo's conversations
 
 

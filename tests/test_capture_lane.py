@@ -1,12 +1,13 @@
 """The life cycle of a lane and its guards, in the eager mode over static buffers."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from draftgraph.capture.errors import CaptureFailure
+from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
 from draftgraph.capture.graph import _failure
 from draftgraph.capture.lane import Lane
 from draftgraph.capture.memory import MemoryWatch
@@ -91,6 +92,22 @@ def test_replay_refuses_a_replaced_input_of_another_shape_or_dtype() -> None:
             lane.replay("target", "b")
 
 
+def test_replay_refuses_what_the_host_changed_since_the_capture() -> None:
+    taps = [(1, 4)]
+    step = dataclasses.replace(square_step("b", 4), baked=lambda: taps[0])
+    lane = ready_lane(step)
+    lane.replay("target", "b")
+    taps[0] = (1, 5)
+    with pytest.raises(CaptureFailure, match=r"captured with \(1, 4\) and would now run with \(1, 5\)"):
+        lane.replay("target", "b")
+
+
+def test_a_shape_that_matches_no_bucket_is_refused_with_those_that_exist() -> None:
+    lane = ready_lane(square_step("r1-s2", 2), square_step("r1-s4", 4))
+    with pytest.raises(CaptureFailure, match=r"no step 'target' of bucket 'r9-s9'.*'r1-s2', .*'r1-s4'"):
+        lane.replay("target", "r9-s9")
+
+
 def test_the_guard_costs_less_than_20_microseconds_for_8_tensors() -> None:
     inputs = {f"x{i}": torch.zeros(4, 4) for i in range(8)}
     step = Step("drafter", "b", lambda: None, inputs, {}, lambda number: None, 0)
@@ -126,19 +143,20 @@ def test_a_capture_failure_names_the_bucket_the_line_and_what_to_change() -> Non
     try:
         refused_by_capture(text)
     except RuntimeError as error:
-        message = str(_failure(square_step("r4-s512", 1), error))
+        message = str(_failure(square_step("r4-s512", 1), CPU, error))
     assert "bucket 'r4-s512'" in message and "not permitted when stream is capturing" in message
     assert "test_capture_lane.py" in message and ".item()" in message and "TORCH_USE" not in message
 
 
-def test_running_out_of_memory_says_to_shrink_the_buckets() -> None:
+def test_running_out_of_memory_names_the_step_and_the_device() -> None:
     def run() -> None:
         raise torch.OutOfMemoryError("Tried to allocate 900.00 GiB")
 
     lane = Lane("drafter 0", CPU, "eager")
     lane.add(Step("drafter", "big", run, {}, {}, lambda number: None, 0))
-    with pytest.raises(CaptureFailure, match=r"bucket 'big'.*900\.00 GiB.*smaller"):
+    with pytest.raises(DeviceMemoryExhausted, match=r"bucket 'big' ran out of memory on cpu.*900\.00 GiB") as error:
         lane.warm_up()
+    assert error.value.device == CPU
 
 
 def test_without_a_gpu_memory_and_sync_figures_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

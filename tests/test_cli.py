@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import tomli_w
 from test_data_template import chat_tokenizer
 from tiny import profile_values, write_target
 
 from draftgraph.engine.cli import main, parser
+from draftgraph.profiles.load import WARMUP_SCHEMA
 
 INTERFACE = {
     "prepare": [
@@ -94,8 +96,9 @@ def test_plan_and_warmup_print_their_summaries(tmp_path, capsys):
     assert main(["warmup", profile, "--run", str(tmp_path / "run"), "--json"]) == 0
     out, err = capsys.readouterr()
     warm = json.loads(out.splitlines()[-1])
-    assert {"mode", "graphs", "pool_bytes", "seconds", "verified"} <= set(warm)
-    assert "EAGERLY" in err and warm["pool_bytes"] is None
+    jsonschema.validate(warm, json.loads(WARMUP_SCHEMA.read_text()))
+    assert json.loads((tmp_path / "run" / "warmup.json").read_text()) == warm
+    assert "EAGERLY" in err and "do not apply" in err and warm["pool_bytes"] is None
 
 
 def failure(capsys, *arguments):
@@ -117,6 +120,10 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("run.seed=-1", "0 or more"),
         ("run.seed=99999999999999999999", "below 2,147,483,648"),
         ("optim.eps=nan", "finite number"),
+        ("capture.ops={attentoin='cudnn'}", "did you mean 'attention'"),
+        ("capture.ops={causal_conv='fla_conv'}", "capture.ops.causal_conv is one of causal_conv1d, fla, draftgraph"),
+        ("capture.ops={attention=1}", "takes names"),
+        ("capture.watch=stric", "did you mean 'strict'"),
         ("optim.warmup=100", "from 0 to 1"),
         ("buckets.context_multiple=100", "above buckets.max_context"),
         ("optim.lr=inf", "finite number"),
@@ -168,10 +175,11 @@ def test_data_errors_are_status_3(tmp_path, capsys):
 
 def test_a_target_that_is_no_configuration_is_one_sentence(tmp_path, capsys):
     path = profile_file(tmp_path)
-    for text in ("{", "{}", '{"model_type": "no-such"}', '{"model_type": "gpt2"}', "[1]"):
+    texts = {"{": 2, "{}": 2, '{"model_type": "no-such"}': 2, '{"model_type": "gpt2"}': 4, "[1]": 2}
+    for text, expected in texts.items():
         (tmp_path / "bad.json").write_text(text)
         status, err = failure(capsys, "plan", path, "--set", f"target.model=random:{tmp_path / 'bad.json'}")
-        assert status == 2 and err.startswith("error:"), text
+        assert status == expected and err.startswith("error:"), text
 
 
 def test_more_memory_than_there_is_is_one_sentence(tmp_path, capsys):

@@ -4,19 +4,23 @@ The delta rule takes grouped value heads as they are, its convolution writes q, 
 four input projections of a layer are one GEMM. Does not need causal-conv1d.
 """
 
-import importlib.util
 from typing import Any
 
 from torch import Tensor
 
 from draftgraph.engine.errors import CaptureError
 from draftgraph.engine.models.fused import FusedForward, Mixer, Projection, Rotary, attend
-from draftgraph.kernels import reference
+from draftgraph.kernels import fused as kernels
 from draftgraph.kernels.gated_delta import implementation
 
 
 class FusedQwen35(FusedForward):
     zero_centred = True
+
+    def __init__(self, decoder: Any, target_layer_ids: tuple[int, ...], max_context: int):
+        if decoder.embed_tokens.weight.is_cuda:
+            require_fla()
+        super().__init__(decoder, target_layer_ids, max_context)
 
     def mixer(self, layer: Any) -> Mixer:
         if hasattr(layer, "self_attn"):
@@ -24,8 +28,19 @@ class FusedQwen35(FusedForward):
         return GatedDelta(layer.linear_attn, self.ops, self.eps)
 
     def resolved_ops(self) -> dict[str, str]:
-        found = self.ops.gated_delta if self.ops is reference else implementation()
-        return {**super().resolved_ops(), "gated_delta": f"{found.__module__}.{found.__qualname__}"}
+        rule = implementation() if self.ops is kernels else self.ops.gated_delta
+        return {**super().resolved_ops(), "gated_delta": f"{rule.__module__}.{rule.__qualname__}"}
+
+
+def require_fla() -> None:
+    try:
+        implementation()
+    except ImportError as error:
+        raise CaptureError(
+            f"the fused forward of qwen3_5 needs fla, which does not import ({error}). Install it (pip install "
+            'flash-linear-attention), or write target.forward = "module" and accept slow PyTorch code by name: '
+            'capture.allow_fallback = ["fla"]'
+        ) from error
 
 
 class GatedAttention:
@@ -51,11 +66,6 @@ class GatedDelta:
     """Gated DeltaNet: one input GEMM, convolution with the heads' norm, delta rule, gated norm, output GEMM."""
 
     def __init__(self, module: Any, ops: Any, eps: float):
-        if module.out_proj.weight.is_cuda and importlib.util.find_spec("fla") is None:
-            raise CaptureError(
-                "the fused forward of qwen3_5 needs fla: install it (pip install flash-linear-attention), or write "
-                'target.forward = "module" and accept the slow code by name: capture.allow_fallback = ["fla"]'
-            )
         self.qkvzba = Projection(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
         self.out = Projection(module.out_proj)
         self.ops, self.eps = ops, eps

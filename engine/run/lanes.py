@@ -6,6 +6,7 @@ gradients, sums, parameters) is written in place; verification inputs depend on 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,13 @@ from draftgraph.engine.run.optimizer import FlatParameters, OptimizerShard
 
 # Writes a real micro-batch of verification round n into the views of a bucket: (bucket, n, views).
 Filler = Callable[[Bucket, int, BatchViews], None]
+
+
+class Taps(NamedTuple):
+    """What an extraction reads on the host: which layers it taps, and how many hooks run with them."""
+
+    layers: tuple[int, ...]
+    hooks: int
 
 
 class TargetLane:
@@ -48,7 +56,13 @@ class TargetLane:
             outputs={"taps": views.taps},
             fill=prepare,
             predicted_bytes=bucket.rows * bucket.context * self.target.config.hidden_size,
+            baked=self.taps,
         )
+
+    def taps(self) -> Taps:
+        layers = self.target.decoder.layers
+        hooks = sum(len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in layers)
+        return Taps(self.target.target_layer_ids, hooks)
 
     def replay(self, bucket: Bucket) -> None:
         self.lane.replay("target", bucket.name)

@@ -1,0 +1,40 @@
+"""Counts the Triton kernels that this process compiles or loads, so that one after warm-up is seen.
+
+It listens where Triton lets one listen (`triton.knobs.compilation.listener`), and costs nothing while nothing compiles.
+A kernel that comes from Triton's disk cache counts as well: loading it stalls the step that first needs it.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Compilations:
+    """What was compiled inside the block: `names` grows while it runs."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+@contextmanager
+def count_compilations() -> Iterator[Compilations]:
+    """Count inside the block; another listener is told as before."""
+    found = Compilations()
+    if "triton" not in sys.modules:
+        yield found
+        return
+    from triton import knobs
+
+    previous = knobs.compilation.listener
+
+    def listen(**event: Any) -> None:
+        found.names.append(str(getattr(event["src"], "name", "a kernel")))
+        if previous is not None:
+            previous(**event)
+
+    knobs.compilation.listener = listen
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = previous

@@ -1,0 +1,60 @@
+"""What to change in a profile whose steps do not fit into a device: sizes that `plan` predicts to fit."""
+
+import dataclasses
+
+import torch
+
+from draftgraph.engine.build import resolve_device
+from draftgraph.engine.config import Profile
+from draftgraph.engine.errors import DraftgraphError
+from draftgraph.engine.plan import Plan, device_bytes, make_plan
+from draftgraph.engine.show import bytes_text
+
+HEADROOM = 0.9  # of a device, for what a prediction does not see: the context, libraries, executables
+
+
+def predicted_bytes(plan: Plan, device: torch.device) -> int:
+    """Everything that `plan` expects on one device."""
+    roles = device_bytes(plan).items()
+    return sum(sum(parts.values()) for role, parts in roles if resolve_device(role.split(" on ")[1]) == device)
+
+
+def smaller(profile: Profile, divisor: int) -> Profile:
+    """The same run with a part of the draft tokens, context tokens and logits at once, where they can shrink."""
+    buckets, drafter = profile.buckets, profile.drafter
+    one_row = drafter.anchors * drafter.block_size
+    return dataclasses.replace(
+        profile,
+        buckets=dataclasses.replace(
+            buckets,
+            context_tokens=max(buckets.context_tokens // divisor, buckets.max_context),
+            draft_tokens=max(buckets.draft_tokens // divisor, one_row),
+        ),
+        drafter=dataclasses.replace(drafter, chunk_slots=max(drafter.chunk_slots // divisor, drafter.block_size)),
+    )
+
+
+def advice(plan: Plan, device: torch.device) -> str:
+    """Which keys to lower, to which values, and what is predicted then, for a device that ran out of memory."""
+    now = predicted_bytes(plan, device)
+    told = f"`plan` predicts {bytes_text(now)} for {device}"
+    # A prediction that said it would fit was wrong: ask for clearly less than it.
+    limit = 0.75 * now
+    if device.type == "cuda":
+        limit = min(limit, HEADROOM * torch.cuda.mem_get_info(device)[1])
+    for divisor in (2, 4, 8, 16):
+        profile = smaller(plan.profile, divisor)
+        try:
+            then = predicted_bytes(make_plan(profile), device)
+        except DraftgraphError:
+            continue  # the data needs more than that
+        if then <= limit:
+            buckets, drafter = profile.buckets, profile.drafter
+            return (
+                f"{told}; {bytes_text(then)} with --set buckets.draft_tokens={buckets.draft_tokens} "
+                f"buckets.context_tokens={buckets.context_tokens} drafter.chunk_slots={drafter.chunk_slots}"
+            )
+    return (
+        f"{told}, and smaller buckets do not bring it below {bytes_text(limit)}: lower buckets.max_context or "
+        "drafter.anchors, or place fewer roles on the device"
+    )
