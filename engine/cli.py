@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from draftgraph.engine.bench.goals import WORKLOADS
 from draftgraph.engine.data.anchors import RULES
 from draftgraph.engine.data.formats import FORMS
 from draftgraph.engine.data.masks import TURNS
@@ -135,6 +136,12 @@ def demo(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.demo import demo as run_demo
 
     return run_demo(Path(args.run or "runs/demo"), console)
+
+
+def bench(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.bench.command import bench as run_bench
+
+    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, console)
 
 
 def positive(text: str) -> int:
@@ -269,6 +276,24 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", required=True, metavar="FILE", help="JSON lines of messages; goes on where it stopped")
     sub.add_argument("--max-new-tokens", type=positive, default=160, help="per answer (%(default)s)")
     sub.add_argument("--batch-size", type=positive, default=16, help="prompts at once (%(default)s)")
+
+    listed = "\n".join(f"  {name:14}{what}" for name, what in WORKLOADS.items())
+    sub = add(
+        "bench",
+        bench,
+        "measure named workloads beside their peers and floors; writes a receipt each",
+        f"workloads:\n{listed}\nexample: draftgraph bench attention cross-entropy --quick",
+    )
+    sub.add_argument("workloads", nargs="+", metavar="WORKLOAD", choices=list(WORKLOADS), help="see below")
+    sub.add_argument("--out", default="bench", metavar="DIR", help="folder of the receipts (%(default)s)")
+    sub.add_argument("--quick", action="store_true", help="fewer rows and cases")
+    sub.add_argument(
+        "--peer-rows",
+        type=positive,
+        nargs="+",
+        metavar="ROWS",
+        help="of the peer's micro-steps, in w27-var and w08-var",
+    )
 
     sub = add(
         "demo",

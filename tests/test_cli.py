@@ -23,6 +23,7 @@ INTERFACE = {
     "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
     "export": ["source", "--out", "--format", "--target", "--json"],
     "regenerate": ["prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--json"],
+    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--json"],
     "demo": ["--run", "--json"],
 }
 
