@@ -291,7 +291,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     parameters = shape.num_parameters
     state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
     draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)
-    # Kept for the backward: both norms' inputs and outputs, q/k/v before and after rotation, attention's output, MLP.
+    # Kept for the backward: inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP.
     heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
     kept_per_token = shape.num_layers * (4 * shape.hidden_size + heads + 3 * shape.intermediate_size) * size
     chunk = profile.drafter.chunk_slots * shape.vocab_size * (4 + size)

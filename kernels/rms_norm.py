@@ -17,10 +17,20 @@ from torch.autograd.function import once_differentiable
 GRADIENT_PROGRAMS = 512
 
 
-def tile(size: int) -> tuple[int, int, int]:
-    """Rows of a tile, its padded width, and warps: at most 32 elements a thread."""
+def tile(size: int) -> tuple[dict[str, int], int]:
+    """Constants of the forward kernel and its warps: at most 32 elements a thread."""
     block_d = triton.next_power_of_2(size)
-    return max(1, 4096 // block_d), block_d, 4 if block_d <= 4096 else 8
+    return {"ROWS": max(1, 4096 // block_d), "BLOCK_D": block_d}, 4 if block_d <= 4096 else 8
+
+
+def gradient_tile(size: int, element_size: int) -> tuple[dict[str, int], int]:
+    """The same of the backward kernel: 16 elements a thread, and the next rows loaded while these are computed.
+
+    In float32, which is for verification, the next rows of the largest size would not fit sm_120's shared memory.
+    """
+    block_d = triton.next_power_of_2(size)
+    constants = {"ROWS": max(1, 2048 // block_d), "BLOCK_D": block_d, "STAGES": 2 if element_size == 2 else 1}
+    return constants, max(4, block_d // 512)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -54,7 +64,7 @@ def rms_norm_kernel(
 @triton.jit
 def rms_norm_gradient_kernel(
     x, weight, normed_grad, total_grad, x_grad, partial, x_stride, normed_stride, total_stride, M, D, eps,
-    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of x, and per program a partial sum of the weight's gradient. The scale is computed again, not kept."""
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -62,7 +72,7 @@ def rms_norm_gradient_kernel(
     if ZERO_CENTRED:
         factor += 1.0
     weight_grad = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for first in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < M) & (column < D)
         value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -118,10 +128,10 @@ class _RMSNorm(torch.autograd.Function):
         total = other = None
         if residual is not None:
             total, other = torch.empty_like(normed), as_rows(residual)
-        height, block_d, num_warps = tile(D)
-        rms_norm_kernel[(triton.cdiv(M, height),)](
+        constants, num_warps = tile(D)
+        rms_norm_kernel[(triton.cdiv(M, constants["ROWS"]),)](
             rows, other, weight, normed, total, rows.stride(0), 0 if other is None else other.stride(0), M, D, eps,
-            ZERO_CENTRED=zero_centred, ROWS=height, BLOCK_D=block_d, num_warps=num_warps,
+            ZERO_CENTRED=zero_centred, num_warps=num_warps, **constants,
         )  # fmt: skip
         ctx.save_for_backward(x if total is None else total, weight)
         ctx.eps, ctx.zero_centred, ctx.added = eps, zero_centred, total is not None
@@ -137,13 +147,13 @@ class _RMSNorm(torch.autograd.Function):
         rows, grad = as_rows(x), as_rows(normed_grad)
         other = None if total_grad is None else as_rows(total_grad)
         M, D = rows.shape
-        height, block_d, num_warps = tile(D)
-        programs = min(GRADIENT_PROGRAMS, triton.cdiv(M, height))
+        constants, num_warps = gradient_tile(D, x.element_size())
+        programs = min(GRADIENT_PROGRAMS, triton.cdiv(M, constants["ROWS"]))
         x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         partial = torch.empty(programs, D, dtype=torch.float32, device=x.device)
         rms_norm_gradient_kernel[(programs,)](
             rows, weight, grad, other, x_grad, partial,
             rows.stride(0), grad.stride(0), 0 if other is None else other.stride(0), M, D, ctx.eps,
-            ZERO_CENTRED=ctx.zero_centred, ROWS=height, BLOCK_D=block_d, num_warps=num_warps,
+            ZERO_CENTRED=ctx.zero_centred, num_warps=num_warps, **constants,
         )  # fmt: skip
         return x_grad, x_grad if ctx.added else None, partial.sum(0), None, None

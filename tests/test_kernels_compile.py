@@ -114,9 +114,11 @@ def compile_fused(capability: int) -> dict[str, int]:
 
     jobs: list = []
     for size in (64, 1024, 5120):
-        rows, block_d, num_warps = rms_norm.tile(size)
-        constants = {"ZERO_CENTRED": True, "ROWS": rows, "BLOCK_D": block_d}
-        jobs += [(k, constants, num_warps) for k in (rms_norm.rms_norm_kernel, rms_norm.rms_norm_gradient_kernel)]
+        for kernel, (constants, num_warps) in (
+            (rms_norm.rms_norm_kernel, rms_norm.tile(size)),
+            (rms_norm.rms_norm_gradient_kernel, rms_norm.gradient_tile(size, 2)),
+        ):
+            jobs.append((kernel, constants | {"ZERO_CENTRED": True}, num_warps))
     for head_dim, rotary_dim in ((64, 64), (128, 128), (256, 64)):
         constants = {"ZERO_CENTRED": True, "HEADS": 24, **rope.tile(head_dim, rotary_dim)}
         jobs += [(k, constants, rope.NUM_WARPS) for k in (rope.norm_rope_kernel, rope.norm_rope_gradient_kernel)]

@@ -98,7 +98,7 @@ class Attention(nn.Module):
         d, c, h, g = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads
         self.num_heads, self.num_kv_heads, self.head_dim = h, g, c
         self.window = shape.sliding_window if shape.layer_types[layer] == "sliding_attention" else None
-        # q, k and v run as one product; `stacked_linear` says what their order is for. The same holds for gate and up.
+        # NOTE: q, k, v run as one product, and so do gate and up, without a copy because they are registered in a row.
         self.q_proj = nn.Linear(d, h * c, bias=False)
         self.k_proj = nn.Linear(d, g * c, bias=False)
         self.v_proj = nn.Linear(d, g * c, bias=False)
@@ -107,24 +107,15 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, blocks: Blocks) -> Tensor:
-        ops, eps = blocks.ops, self.q_norm.eps
-        q, k, v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-        tables = (blocks.cos, blocks.sin)
+        ops, h, g = blocks.ops, self.num_heads, self.num_kv_heads
+        weights = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        norms = (self.q_norm.weight, self.k_norm.weight)
+        tables, eps = (blocks.cos, blocks.sin), self.q_norm.eps
         q, block_k, block_v = ops.norm_rope_split(
-            stacked_linear(x, q, k, v),
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads),
-            (self.q_norm.weight, self.k_norm.weight),
-            *tables,
-            blocks.block_positions,
-            eps,
+            stacked_linear(x, *weights), (h, g, g), norms, *tables, blocks.block_positions, eps
         )
         context_k, context_v = ops.norm_rope_split(
-            stacked_linear(blocks.context, k, v),
-            (self.num_kv_heads, self.num_kv_heads),
-            (self.k_norm.weight,),
-            *tables,
-            blocks.context_positions,
-            eps,
+            stacked_linear(blocks.context, *weights[1:]), (g, g), norms[1:], *tables, blocks.context_positions, eps
         )
         anchors = (blocks.anchor_positions, blocks.anchor_valid)
         out = ops.anchor_attention(
