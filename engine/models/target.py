@@ -1,4 +1,4 @@
-"""The frozen target: any Hugging Face causal LM, run as a loop over its own decoder layers up to the last tap.
+"""The frozen target: any Hugging Face causal LM, run up to the last tap: as a loop over its own layers, or fused.
 
 Promises: the same path eager and captured (no mask creation, no cache, no host syncs); every tap is written straight
 into a persistent buffer; layers after the last tap, the final norm and the lm_head do not run. At load the loop is
@@ -277,7 +277,8 @@ class Target:
             taps: [R, S, N*D] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
         """
         if self.fused is not None:
-            self.fused.extract(input_ids, taps)
+            with torch.cuda.device_of(input_ids):  # where Triton launches; nothing on CPU
+                self.fused.extract(input_ids, taps)
             return
         num_context = input_ids.shape[1]
         size = self.config.hidden_size
@@ -295,7 +296,7 @@ class Target:
         Rows are twice as long as a window that hides something, or a wrong one would drown in rounding.
 
         Raises:
-            CaptureError: this family needs more than a loop over its layers, or cannot be captured.
+            CaptureError: this family needs more than a loop over its layers, cannot be captured, or is fused wrongly.
         """
         num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 130)
         generator = torch.Generator().manual_seed(0)
@@ -308,7 +309,8 @@ class Target:
             raise unsupported(self.config, f"its layers cannot be called in a loop ({error})") from error
         states = self.decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         if self.fused is not None:
-            self.fused.check_against_module(ids, states)
+            with torch.cuda.device_of(ids):
+                self.fused.check_against_module(ids, states)
         else:
             self.check_loop(taps, torch.cat([states[i + 1] for i in self.target_layer_ids], -1))
         if self.device.type == "cuda":
