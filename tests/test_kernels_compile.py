@@ -50,25 +50,27 @@ def compile_anchor_attention(capability: int) -> dict[str, int]:
     from triton.compiler import ASTSource
 
     from draftgraph.kernels import anchor_attention_kernels as kernels
-    from draftgraph.kernels.anchor_attention import TILES
+    from draftgraph.kernels.anchor_attention import HOPPER_TILES, TILES, launch
 
     shared_bytes = {}
-    largest = {(key[0], TILES[key]): key[1] for key in sorted(TILES)}
+    table = TILES | HOPPER_TILES if capability == 90 else TILES
+    largest = {(key[0], table[key]): key[1] for key in sorted(table)}
     layers = [((element_size, head_dim), 2048) for (element_size, _), head_dim in largest.items()]
     layers.append(((2, 64), None))
     for (element_size, head_dim), window in layers:
-        tile = TILES[element_size, head_dim]
-        constants = {"H": 32, "G": 8, "C": head_dim, "DRAFT_BLOCK": 16, "WINDOW": window, "ALL_ANCHORS": 512}
-        constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        tiles = table[element_size, head_dim]
         types = {"lse": "*fp32", "delta": "*fp32", "positions": "*i32", "valid": "*i1", "S": "i32", "A": "i32"}
-        types |= {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        for kernel in (
-            kernels.anchor_forward_kernel,
-            kernels.anchor_query_gradient_kernel,
-            kernels.anchor_context_gradient_kernel,
-            kernels.anchor_block_gradient_kernel,
+        types |= {"scale": "fp32"}
+        for kernel, tile in (
+            (kernels.anchor_forward_kernel, tiles.forward),
+            (kernels.anchor_query_gradient_kernel, tiles.query_gradient),
+            (kernels.anchor_context_gradient_kernel, tiles.context_gradient),
+            (kernels.anchor_block_gradient_kernel, tiles.block_gradient),
         ):
+            shape = {"H": 32, "G": 8, "C": head_dim, "DRAFT_BLOCK": 16, "WINDOW": window, "ALL_ANCHORS": 512}
+            _, _, constants = launch(tile, shape | {"BLOCK_N": tile.block_n})
+            options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+            types |= dict.fromkeys(constants, "constexpr")
             names = kernel.arg_names
             signature = {name: types.get(name, "*bf16" if element_size == 2 else "*fp32") for name in names}
             # A launch sees that addresses and sizes are multiples of 16: without it loads are narrow and not staged.
