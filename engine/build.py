@@ -143,10 +143,11 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         if device not in models:
             say(f"loading {profile.target.model} on {device}")
             models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
-            require_fast_ops(models[device], device, profile.capture.allow_fallback)
     targets, target_lanes = [], []
     for t, device in enumerate(target_devices):
-        target = Target(models[device], plan.shape.target_layer_ids, max_context)
+        target = Target(models[device], plan.shape.target_layer_ids, max_context, profile.target.forward)
+        if target.fused is None:
+            require_fast_ops(models[device], device, profile.capture.allow_fallback)
         target.check_against_module()
         batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device)
         targets.append(target)

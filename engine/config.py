@@ -33,6 +33,7 @@ class RunSection:
 class TargetSection:
     model: str = "smollm2"  # smollm2, random:SHAPE, a folder, a hub name
     dtype: str = choice("float32", "bfloat16")  # of the target and of the drafter's arithmetic; masters are float32
+    forward: str = choice("auto", "fused", "module")  # auto: fused kernels where the family has them, else its module
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ MOST_BUCKETS = 64
 # Ops that have several implementations, as their kernels show (capture/families.py).
 OPS = {
     "gated_delta": ("fla",),
-    "causal_conv": ("causal_conv1d", "fla"),
+    "causal_conv": ("causal_conv1d", "fla", "draftgraph"),
     "attention": ("cudnn", "flash", "efficient"),
 }
 

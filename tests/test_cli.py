@@ -122,7 +122,7 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("run.seed=99999999999999999999", "below 2,147,483,648"),
         ("optim.eps=nan", "finite number"),
         ("capture.ops={attentoin='cudnn'}", "did you mean 'attention'"),
-        ("capture.ops={causal_conv='fla_conv'}", "capture.ops.causal_conv is one of causal_conv1d, fla"),
+        ("capture.ops={causal_conv='fla_conv'}", "capture.ops.causal_conv is one of causal_conv1d, fla, draftgraph"),
         ("capture.ops={attention=1}", "takes names"),
         ("capture.watch=stric", "did you mean 'strict'"),
         ("optim.warmup=100", "from 0 to 1"),

@@ -279,11 +279,17 @@ sys.exit(main(["warmup", *sys.argv[2:]]))
 
 
 @pytest.mark.parametrize(
-    ("package", "install"), [("causal_conv1d", "causal-conv1d"), ("fla", "flash-linear-attention")]
+    ("package", "install", "forward"),
+    [
+        ("causal_conv1d", "causal-conv1d", "module"),
+        ("fla", "flash-linear-attention", "module"),
+        ("fla", "flash-linear-attention", "auto"),
+    ],
 )
-def test_a_missing_fast_package_is_an_error_with_its_install_command(tmp_path, package, install):
+def test_a_missing_fast_package_is_an_error_with_its_install_command(tmp_path, package, install, forward):
     profile = tmp_path / "hybrid.toml"
-    profile.write_text(tomli_w.dumps(profile_values(tmp_path, "qwen3_5_text", **ON_GPU)))
+    changes = {**ON_GPU, "target": {"dtype": "bfloat16", "forward": forward}}
+    profile.write_text(tomli_w.dumps(profile_values(tmp_path, "qwen3_5_text", **changes)))
     result = in_a_process(tmp_path, MISSING, package, str(profile), "--run", str(tmp_path / "run"))
     assert result.returncode == 4, result.stderr
     assert f"pip install {install}" in result.stderr and "qwen3_5" in result.stderr

@@ -95,4 +95,4 @@ def test_the_census_shows_our_attention_and_flas_delta_rule(tmp_path):
     graphs = json.loads((tmp_path / "census" / "warmup.json").read_text())["graphs"]
     kernels = {row["step"]: " ".join(row["kernels"]) for row in graphs}
     assert "anchor_query_gradient_kernel" in kernels["drafter"]
-    assert "chunk_" in kernels["target"] and "causal_conv1d" in kernels["target"]
+    assert "chunk_" in kernels["target"] and "causal_conv_kernel" in kernels["target"]

@@ -214,8 +214,10 @@ def target(bench: Bench) -> Result:
     bench.say(f"target: loading {profile.target.model}")
     with readable_errors(plan):
         model = load_model(profile.target.model, dtype, device, profile.run.seed)
-        require_fast_ops(model, device, profile.capture.allow_fallback)
-        extractor = Target(model, plan.shape.target_layer_ids, max(bucket.context for bucket in buckets))
+        max_context = max(bucket.context for bucket in buckets)
+        extractor = Target(model, plan.shape.target_layer_ids, max_context, profile.target.forward)
+        if extractor.fused is None:
+            require_fast_ops(model, device, profile.capture.allow_fallback)
         extractor.check_against_module()
         layouts = {bucket: plan.layouts[bucket] for bucket in buckets}
         batch = BatchBuffer(layouts, plan.taps_size, dtype, device)

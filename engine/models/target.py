@@ -1,4 +1,4 @@
-"""The frozen target: any Hugging Face causal LM, run as a loop over its own decoder layers up to the last tap.
+"""The frozen target: any Hugging Face causal LM, run up to the last tap: as a loop over its own layers, or fused.
 
 Promises: the same path eager and captured (no mask creation, no cache, no host syncs); every tap is written straight
 into a persistent buffer; layers after the last tap, the final norm and the lm_head do not run. At load the loop is
@@ -25,6 +25,8 @@ from torch import Tensor
 
 from draftgraph.capture.syncs import count_syncs
 from draftgraph.engine.errors import CaptureError, UsageError
+from draftgraph.engine.models.forward import choose_forward
+from draftgraph.engine.models.fused import relative_difference
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
 from draftgraph.profiles.load import MODELS
 
@@ -237,9 +239,9 @@ def twin_of(op: Callable) -> Callable:
 
 
 class Target:
-    """Extraction of the tapped layers of one target on one device."""
+    """Extraction of the tapped layers of one target on one device; `forward` as in `choose_forward`."""
 
-    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], max_context: int):
+    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], max_context: int, forward: str = "module"):
         self.model = model
         self.decoder = model.get_decoder()
         self.target_layer_ids = target_layer_ids
@@ -247,6 +249,14 @@ class Target:
         self.device, self.dtype = next(model.parameters()).device, next(model.parameters()).dtype
         self.max_context = max_context
         self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
+        self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides)
+
+    @property
+    def ops(self) -> dict[str, str]:
+        """What the evidence names: the forward, and the implementation of each op that depends on the device."""
+        if self.fused is not None:
+            return self.fused.resolved_ops()
+        return {"forward": "module", **resolved_ops(self.model, self.device)}
 
     @property
     def embedding(self) -> Tensor:
@@ -266,6 +276,10 @@ class Target:
             input_ids: [R, S] int64, right-padded with any valid id.
             taps: [R, S, N*D] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
         """
+        if self.fused is not None:
+            with torch.cuda.device_of(input_ids):  # where Triton launches; nothing on CPU
+                self.fused.extract(input_ids, taps)
+            return
         num_context = input_ids.shape[1]
         size = self.config.hidden_size
         x = self.decoder.embed_tokens(input_ids)
@@ -277,14 +291,14 @@ class Target:
 
     @torch.no_grad()
     def check_against_module(self) -> None:
-        """Compare the loop with the untouched module, in the target's dtype, and count its waits for a GPU.
+        """Compare with the untouched module, in the target's dtype, and count the waits for a GPU.
 
         Rows are twice as long as a window that hides something, or a wrong one would drown in rounding.
 
         Raises:
-            CaptureError: this family needs more than a loop over its layers, or cannot be captured.
+            CaptureError: this family needs more than a loop over its layers, cannot be captured, or is fused wrongly.
         """
-        num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 64)
+        num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 130)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (2, num_tokens), generator=generator).to(self.device)
         size = len(self.target_layer_ids) * self.config.hidden_size
@@ -294,20 +308,25 @@ class Target:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise unsupported(self.config, f"its layers cannot be called in a loop ({error})") from error
         states = self.decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        expected = torch.cat([states[i + 1] for i in self.target_layer_ids], -1)
-        # Per token: in many models the first one is so large that it would hide the others.
-        difference = ((taps - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+        if self.fused is not None:
+            with torch.cuda.device_of(ids):
+                self.fused.check_against_module(ids, states)
+        else:
+            self.check_loop(taps, torch.cat([states[i + 1] for i in self.target_layer_ids], -1))
+        if self.device.type == "cuda":
+            with count_syncs() as syncs:
+                self.extract(ids, taps)
+            if syncs.value:
+                raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
+
+    def check_loop(self, taps: Tensor, expected: Tensor) -> None:
+        difference = relative_difference(taps, expected).item()
         allowed = 2e-2 if self.dtype == torch.bfloat16 else 1e-4
         if not difference <= allowed:
             raise unsupported(
                 self.config,
                 f"a loop over its layers differs from its own forward by {difference:.1e} (allowed {allowed:.0e})",
             )
-        if self.device.type == "cuda":
-            with count_syncs() as syncs:
-                self.extract(ids, taps)
-            if syncs.value:
-                raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
 
     def remedy(self) -> str:
         """What makes the layers wait, where it is known."""
