@@ -90,6 +90,13 @@ def train(args: argparse.Namespace, console: Console) -> Summary:
     return run_training(load_profile(args.profile, args.assignments), run_folder(args), args.resume, console)
 
 
+def trace(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.trace import Request
+    from draftgraph.engine.trace import trace as trace_steps
+
+    return trace_steps(Request(args.profile, args.assignments, run_folder(args), args.steps, args.node), console)
+
+
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.saved import evaluate_saved, load_saved
 
@@ -233,6 +240,16 @@ def parser() -> argparse.ArgumentParser:
     )
     add_profile(sub)
     sub.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint of the run folder")
+
+    sub = add(
+        "trace",
+        trace,
+        "trace a few steady steps: time per range and kernel family, idle gaps, host calls; with nsys where it is",
+        "example: draftgraph trace smollm2-gpu --steps 5",
+    )
+    add_profile(sub)
+    sub.add_argument("--steps", type=positive, default=5, metavar="N", help="steps to trace (%(default)s)")
+    sub.add_argument("--node", action="store_true", help="nsys: every kernel of a graph, not the graph as a whole")
 
     sub = add(
         "eval",
