@@ -16,18 +16,17 @@ from statistics import median
 from typing import Literal
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.evidence import GraphEvidence
 from draftgraph.capture.families import families, implementations
 from draftgraph.capture.graph import CapturedGraph, out_of_memory, quiet_garbage_collector
 from draftgraph.capture.guards import InputGuard
+from draftgraph.capture.products import CountProducts
 from draftgraph.capture.step import Step
 
 Mode = Literal["graph", "eager"]
 
-_GEMMS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _LAUNCHES = ("kernel", "memcpy", "memset")
 _GUARD_CHECKS = 100
 
@@ -106,10 +105,9 @@ class Lane:
             for number in range(rounds):
                 self.fill(step, number)
                 if number == 0 and self.stream is not None:
-                    with FlopCounterMode(display=False) as counter:
+                    with CountProducts() as counted:
                         self.run_eager(step)
-                    counts = counter.get_flop_counts()["Global"]
-                    self._entry(step).gemm_flops = sum(counts.get(op, 0) for op in _GEMMS)
+                    self._entry(step).gemm_flops = counted.flops
                 else:
                     self.run_eager(step)
             # The first run pays for compilation; it says nothing about the step.

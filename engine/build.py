@@ -122,7 +122,7 @@ def pin(slot: Tensor) -> None:
 
 
 def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
-    """Load the models and take the buffers.
+    """Load the models and take the buffers. The drafters' weights are those of step 1 only after `initialise`.
 
     Args:
         say: receives one line per slow part.
@@ -161,7 +161,8 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
             )
         # The target's own embedding and lm_head where it is on this device, a copy elsewhere.
         source = targets[target_devices.index(device) if device in target_devices else 0]
-        drafter = Drafter(plan.shape, max_context).to(device)
+        with device:  # a billion parameters are made where they live
+            drafter = Drafter(plan.shape, max_context)
         embedding = source.embedding.to(device)
         tied = source.lm_head.data_ptr() == source.embedding.data_ptr()
         parts = DrafterParts(
@@ -190,6 +191,4 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         host_slots=[],
         buckets=plan.buckets,
     )
-    engine = Engine(plan, rig, targets, Schedule(plan.assignment, plan.buckets, profile.run.seed), data)
-    engine.initialise()
-    return engine
+    return Engine(plan, rig, targets, Schedule(plan.assignment, plan.buckets, profile.run.seed), data)

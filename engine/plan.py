@@ -20,6 +20,7 @@ from draftgraph.engine.data.shards import RandomRows, Selected, ShardReader
 from draftgraph.engine.data.template import Template
 from draftgraph.engine.errors import DataError, UsageError
 from draftgraph.engine.models.drafter import DrafterShape, default_target_layer_ids
+from draftgraph.engine.models.layers import num_experts, unsupported
 from draftgraph.engine.models.loss import LossRule
 from draftgraph.engine.models.target import EMBEDDED, RANDOM_PREFIX, decoder_on_meta, load_config, load_tokenizer
 from draftgraph.profiles.load import PEERS
@@ -111,7 +112,8 @@ def make_plan(profile: Profile) -> Plan:
     """Resolve the profile.
 
     Raises:
-        UsageError: the target, the mask token or a shape does not fit.
+        UsageError: the mask token or a shape does not fit.
+        CaptureError: the target's family is not supported.
         DataError: the shards are missing, damaged or do not fit the buckets.
     """
     config = load_config(profile.target.model)
@@ -169,10 +171,7 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
     needed = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_parameters", "rms_norm_eps")
     missing = [name for name in needed if getattr(config, name, None) is None]
     if missing:
-        raise UsageError(
-            f"target family {config.model_type!r} is not supported: its configuration has no {', '.join(missing)}. "
-            "Supported are Llama-like families (llama, qwen2, qwen3) and qwen3_5"
-        )
+        raise unsupported(config, f"its configuration has no {', '.join(missing)}")
     num_layers = config.num_hidden_layers
     ids = tuple(section.target_layer_ids) or default_target_layer_ids(section.taps, num_layers)
     # The last layer's output is not a tap: what others call its hidden state has passed the final norm.
@@ -195,6 +194,8 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
             f"{config.vocab_size} rows: choose an id from 0 to {config.vocab_size - 1} that the data does not use"
         )
     sliding = section.sliding_layers
+    # Gemma 3 rotates its sliding layers in another way.
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     return DrafterShape(
         hidden_size=config.hidden_size,
         intermediate_size=section.intermediate_size or config.intermediate_size,
@@ -209,7 +210,7 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
         num_target_layers=num_layers,
         layer_types=("sliding_attention",) * sliding + ("full_attention",) * (section.layers - sliding),
         sliding_window=section.sliding_window if sliding else None,
-        rope_theta=section.rope_theta or config.rope_parameters["rope_theta"],
+        rope_theta=section.rope_theta or rope["rope_theta"],
         rms_norm_eps=config.rms_norm_eps,
     )
 
@@ -271,9 +272,11 @@ def flop_model(config: Any, shape: DrafterShape, reuse: int) -> FlopModel:
 
 
 def matrix_parameters(config: Any, last_layer: int) -> int:
-    """Parameters of the target's layers 0 to `last_layer` that a GEMM reads, from the module itself, without memory."""
+    """Parameters of the target's layers 0 to `last_layer` that a token's GEMMs read, from a module without memory."""
     layers = decoder_on_meta(config).layers[: last_layer + 1]
-    return sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() == 2)
+    dense = sum(p.numel() for p in layers.parameters() if p.dim() == 2)
+    experts = sum(p.numel() for name, p in layers.named_parameters() if p.dim() == 3 and ".experts." in name)
+    return dense + (experts * config.num_experts_per_tok // num_experts(config) if experts else 0)
 
 
 def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
@@ -288,7 +291,9 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     parameters = shape.num_parameters
     state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
     draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)
-    kept_per_token = shape.num_layers * (10 * shape.hidden_size + 4 * shape.intermediate_size) * size
+    # Kept for the backward: inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP.
+    heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
+    kept_per_token = shape.num_layers * (4 * shape.hidden_size + heads + 3 * shape.intermediate_size) * size
     chunk = profile.drafter.chunk_slots * shape.vocab_size * (4 + size)
     # Hidden, MLP and attention activations of one layer; a layer's are freed before the next.
     target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size

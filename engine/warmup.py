@@ -34,7 +34,7 @@ class Phases:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.task = progress.add_task("warm up", total=4)
+        self.task = progress.add_task("warm up", total=5)
         self.seconds = dict.fromkeys(self.NAMES, 0.0)
         self.name, self.since = self.NAMES[0], time.perf_counter()
 
@@ -84,10 +84,11 @@ def warm_up(
             if references is not None:
                 phases.enter("verification", "compare replays")
                 compare(lanes, references)
+            phases.enter("warm up", "initialise")
+            engine.initialise()
     finally:
         phases.close()
         progress.remove_task(phases.task)
-    engine.initialise()
     graphs = graph_rows(lanes, before)
     if captured:
         check_ops(section.ops, graphs, section.allow_fallback)

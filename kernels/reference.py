@@ -4,6 +4,8 @@ A twin has the name and the signature of its kernel. It is differentiated by aut
 never lets data choose a shape, so it can be captured as well. It does not try to be lean: score matrices are dense.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -82,3 +84,59 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, weights: 
     gradient = (logits.float() - log_sum[:, None]).exp_().mul_(weights[:, None])
     gradient.scatter_add_(1, labels[:, None], -weights[:, None])
     logits.copy_(torch.where((weights == 0)[:, None], 0.0, gradient))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim; see rms_norm.rms_norm."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    factor = weight.to(wide.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (1 + factor if zero_centred else factor)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(normed, total) of total = x + residual; see rms_norm.add_rms_norm."""
+    total = x + residual
+    return rms_norm(total, weight, eps, zero_centred), total
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    eps: float,
+    zero_centred: bool = False,
+) -> Tensor:
+    """RMS norm of each head, then rotate-half RoPE over its first rotary dims; see rope.norm_rope."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if weight is not None:
+        wide = rms_norm(wide, weight, eps, zero_centred)
+    rotary_dim = cos.shape[-1]
+    cosine, sine = (table[positions.long(), : rotary_dim // 2].unsqueeze(-2) for table in (cos, sin))
+    left, right, rest = wide.split([rotary_dim // 2, rotary_dim // 2, x.shape[-1] - rotary_dim], -1)
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine, rest], -1).to(x.dtype)
+
+
+def norm_rope_split(
+    fused: Tensor,
+    num_heads: Sequence[int],
+    weights: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """`norm_rope` of all groups of heads but the last, and the last as it is; see rope.norm_rope_split."""
+    *rotated, values = fused.unflatten(-1, (sum(num_heads), -1)).split(tuple(num_heads), -2)
+    groups = [norm_rope(x, weight, cos, sin, positions, eps) for x, weight in zip(rotated, weights, strict=True)]
+    return *groups, values
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up; see swiglu.swiglu."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)

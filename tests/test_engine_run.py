@@ -6,10 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import VOCAB, ordinary_rows, tiny_profile
+from tiny import VOCAB, ordinary_rows, tiny_profile, write_target
 
 from draftgraph.engine.errors import CaptureError, DataError, RunError
-from draftgraph.engine.plan import make_plan
+from draftgraph.engine.models.target import load_config
+from draftgraph.engine.plan import make_plan, matrix_parameters
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.train import locked, train
 
@@ -29,7 +30,7 @@ def assert_same_bits(left, right):
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text", "gemma3_text", "qwen3_moe"])
 def test_a_run_trains_and_leaves_a_whole_run_folder(tmp_path, family):
     profile = tiny_profile(tmp_path, family, run={"steps": 20}, checkpoint={"every": 10})
     summary = run(profile, tmp_path / "run")
@@ -131,6 +132,23 @@ def test_a_number_gone_bad_keeps_the_old_state_and_is_counted(tmp_path):
     summary = run(profile, tmp_path / "run")
     assert summary["skipped_updates"] > 0
     assert all(torch.isfinite(x).all() for x in masters(tmp_path / "run", 6).values())
+
+
+def test_a_plan_counts_the_experts_that_a_token_meets(tmp_path):
+    attention, router, expert = 32 * 64 * 2 + 2 * 32 * 32, 8 * 32, 3 * 32 * 32
+    config = load_config(write_target(tmp_path, "qwen3_moe"))
+    assert matrix_parameters(config, 1) == 2 * (attention + router + 2 * expert)
+
+
+def test_the_drafter_of_a_gemma_rotates_like_its_full_layers(tmp_path):
+    assert make_plan(tiny_profile(tmp_path, "gemma3_text")).shape.rope_theta == 1e6
+
+
+def test_a_target_family_that_cannot_run_is_refused_before_a_device_is_touched(tmp_path):
+    with pytest.raises(CaptureError, match="target family 'gpt2' is not supported: its configuration has no"):
+        make_plan(tiny_profile(tmp_path, "gpt2"))
+    with pytest.raises(CaptureError, match="target family 'gpt_neox' is not supported: its decoder has no"):
+        matrix_parameters(load_config(write_target(tmp_path, "gpt_neox")), 1)
 
 
 def test_a_pad_that_reaches_real_tokens_is_refused_at_warm_up(tmp_path, monkeypatch):

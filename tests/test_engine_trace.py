@@ -11,7 +11,8 @@ from rich.console import Console
 from test_nsys import write_export
 from tiny import profile_values
 
-from draftgraph.engine.cli import main
+from draftgraph.engine.cli import main, parser
+from draftgraph.engine.commands import run_folder
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.trace import Request, checked, recorded_by_nsys, show_trace, trace
 
@@ -96,8 +97,6 @@ def test_where_nsys_is_the_request_runs_under_it_and_its_export_is_shown(tmp_pat
 
 
 def test_the_same_request_reads_back_from_its_command_line(tmp_path):
-    from draftgraph.engine.cli import parser, run_folder
-
     request = Request("smollm2-gpu", ["buckets.count=2", "run.seed=1"], tmp_path, 3, True)
     args = parser().parse_args(request.arguments)
     assert Request(args.profile, args.assignments, run_folder(args), args.steps, args.node) == request

@@ -21,7 +21,7 @@ def test_loss_and_every_gradient_equal_the_peers_step_on_padded_buckets(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hidden_output_equals_the_peers_and_is_zero_in_invalid_blocks(name):
+def test_hidden_output_equals_the_peers_and_is_finite_in_invalid_blocks(name):
     vector = read_vector(name)
     lane, bucket = drafter_lane(vector, CPU)
     views = lane.batch.views[bucket]
@@ -34,7 +34,7 @@ def test_hidden_output_equals_the_peers_and_is_zero_in_invalid_blocks(name):
     for r in range(rows):
         of_row = vector.tensors["anchor_valid"][r]
         assert relative(hidden[r][: int(of_row.sum())], expected[r][of_row]) <= 1e-5
-    assert not hidden[~valid].any()
+    assert hidden[~valid].isfinite().all()
     assert anchors < hidden.shape[1] and rows < hidden.shape[0]
 
 

@@ -36,6 +36,17 @@ def test_bfloat16_is_near_the_float32_truth(block_size: int, head_dim: int, wind
     assert_close(found, truth, "bfloat16 kernel, float32 twin")
 
 
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_that_need_no_mask_are_near_the_float32_truth(head_dim: int, window: int | None) -> None:
+    inputs = draw_inputs((2, 1500, 70, 16, 8, 2, head_dim), (70, 50), torch.bfloat16, "cuda")
+    dout = torch.randn_like(inputs[0])
+    truth = run(reference.anchor_attention, [*(t.float() for t in inputs[:5]), *inputs[5:]], window, dout.float())
+    with empty_is_nan():
+        found = run(anchor_attention, poison_pads(inputs), window, dout)
+    assert_close(found, truth, "bfloat16 kernel, float32 twin")
+
+
 @WINDOWS
 def test_two_runs_give_equal_bits(window: int | None) -> None:
     inputs = draw_inputs((4, 1000, 128, 16, 8, 2, 128), (128, 100, 1, 0), torch.bfloat16, "cuda")

@@ -50,25 +50,27 @@ def compile_anchor_attention(capability: int) -> dict[str, int]:
     from triton.compiler import ASTSource
 
     from draftgraph.kernels import anchor_attention_kernels as kernels
-    from draftgraph.kernels.anchor_attention import TILES
+    from draftgraph.kernels.anchor_attention import HOPPER_TILES, TILES, launch
 
     shared_bytes = {}
-    largest = {(key[0], TILES[key]): key[1] for key in sorted(TILES)}
+    table = TILES | HOPPER_TILES if capability == 90 else TILES
+    largest = {(key[0], table[key]): key[1] for key in sorted(table)}
     layers = [((element_size, head_dim), 2048) for (element_size, _), head_dim in largest.items()]
     layers.append(((2, 64), None))
     for (element_size, head_dim), window in layers:
-        tile = TILES[element_size, head_dim]
-        constants = {"H": 32, "G": 8, "C": head_dim, "DRAFT_BLOCK": 16, "WINDOW": window, "ALL_ANCHORS": 512}
-        constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        tiles = table[element_size, head_dim]
         types = {"lse": "*fp32", "delta": "*fp32", "positions": "*i32", "valid": "*i1", "S": "i32", "A": "i32"}
-        types |= {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        for kernel in (
-            kernels.anchor_forward_kernel,
-            kernels.anchor_query_gradient_kernel,
-            kernels.anchor_context_gradient_kernel,
-            kernels.anchor_block_gradient_kernel,
+        types |= {"scale": "fp32"}
+        for kernel, tile in (
+            (kernels.anchor_forward_kernel, tiles.forward),
+            (kernels.anchor_query_gradient_kernel, tiles.query_gradient),
+            (kernels.anchor_context_gradient_kernel, tiles.context_gradient),
+            (kernels.anchor_block_gradient_kernel, tiles.block_gradient),
         ):
+            shape = {"H": 32, "G": 8, "C": head_dim, "DRAFT_BLOCK": 16, "WINDOW": window, "ALL_ANCHORS": 512}
+            _, _, constants = launch(tile, shape | {"BLOCK_N": tile.block_n})
+            options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+            types |= dict.fromkeys(constants, "constexpr")
             names = kernel.arg_names
             signature = {name: types.get(name, "*bf16" if element_size == 2 else "*fp32") for name in names}
             # A launch sees that addresses and sizes are multiples of 16: without it loads are narrow and not staged.
@@ -104,6 +106,41 @@ def compile_cross_entropy(capability: int) -> dict[str, int]:
     return shared_bytes
 
 
+def compile_fused(capability: int) -> dict[str, int]:
+    """Shared memory in bytes of norms, rotary heads and SwiGLU, in bfloat16 with every optional input."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from draftgraph.kernels import rms_norm, rope, swiglu
+
+    jobs: list = []
+    for size in (64, 1024, 5120):
+        for kernel, (constants, num_warps) in (
+            (rms_norm.rms_norm_kernel, rms_norm.tile(size)),
+            (rms_norm.rms_norm_gradient_kernel, rms_norm.gradient_tile(size, 2)),
+        ):
+            jobs.append((kernel, constants | {"ZERO_CENTRED": True}, num_warps))
+    for head_dim, rotary_dim in ((64, 64), (128, 128), (256, 64)):
+        constants = {"ZERO_CENTRED": True, "HEADS": 24, **rope.tile(head_dim, rotary_dim)}
+        jobs += [(k, constants, rope.NUM_WARPS) for k in (rope.norm_rope_kernel, rope.norm_rope_gradient_kernel)]
+    for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_gradient_kernel):
+        jobs.append((kernel, {"BLOCK_F": swiglu.BLOCK_F}, swiglu.NUM_WARPS))
+    others = {"positions": "*i64", "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "eps": "fp32"}
+    others |= dict.fromkeys(("M", "D", "P", "F"), "i32")
+    shared_bytes = {}
+    for kernel, constants, num_warps in jobs:
+        names = kernel.arg_names
+        numbers = {name: "i32" for name in names if name.endswith("stride")}
+        types = others | numbers | dict.fromkeys(constants, "constexpr")
+        signature = {name: types.get(name, "*bf16") for name in names}
+        aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or signature[name] == "i32"]
+        source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        shared_bytes[f"{kernel.__name__} {constants}"] = compiled.metadata.shared
+    return shared_bytes
+
+
 if __name__ == "__main__":
     card = int(sys.argv[1])
-    print(json.dumps(compile_anchor_attention(card) | compile_cross_entropy(card)))
+    print(json.dumps(compile_anchor_attention(card) | compile_cross_entropy(card) | compile_fused(card)))

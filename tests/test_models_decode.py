@@ -11,7 +11,7 @@ from draftgraph.engine.models.loss import LossRule, dflash_loss
 from draftgraph.engine.models.target import Target, choose_ops_by_device
 
 VOCAB, HIDDEN, TAPS, PROMPT, NEW = 32, 32, (0, 2), 7, 24
-FAMILIES = ("llama", "qwen3", "qwen3_5_text")
+FAMILIES = ("llama", "qwen3", "qwen3_5_text", "gemma3_text")
 NO_STOP: frozenset[int] = frozenset()
 
 
@@ -34,6 +34,9 @@ def tiny_target(family: str) -> torch.nn.Module:
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         }
+    if family == "gemma3_text":  # a window shorter than prompt and answer
+        sizes |= {"sliding_window": 12, "eos_token_id": None}
+        sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(family, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -78,15 +81,17 @@ def taps_of(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the true continuation but for one slot per block, and keeps the context that it was shown."""
+    """Drafts the true continuation but for one slot per block, and keeps what it was shown."""
 
     def __init__(self, shape: DrafterShape, lm_head: Tensor, row: Tensor, wrong_slot):
         super().__init__(shape, max_context=64)
         self.lm_head, self.row, self.wrong_slot = lm_head, row, wrong_slot
         self.seen: list[Tensor] = []
+        self.blocks: list[Tensor] = []
 
     def forward(self, target_hidden, block_embeddings, anchor_positions, anchor_valid):
         self.seen.append(target_hidden.clone())
+        self.blocks.append(block_embeddings.clone())
         K, start = self.shape.block_size, int(anchor_positions)
         drafts = torch.zeros(K, dtype=torch.long)
         known = self.row[start : start + K]
@@ -140,6 +145,10 @@ def test_speculative_output_is_plain_greedy_output_after_any_rejection(family, b
     expected = taps_of(model, row)
     for seen in drafter.seen:
         assert (seen - expected[:, : seen.shape[1]]).abs().max() <= 1e-5 * expected.abs().max()
+    # And the block is that of training: rows of the embedding, without the scale that Gemma's module applies.
+    rows = model.get_input_embeddings().weight
+    for block in drafter.blocks:
+        assert torch.equal(block[0, 0, 1], rows[VOCAB - 1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,10 +1,14 @@
 """The target's loop over its layers: the module's own taps, padded rows as if alone, families refused by name."""
 
+import copy
+
 import pytest
 import torch
-from tiny import SHAPES, VOCAB, write_target
+import transformers
+from tiny import SHAPES, VOCAB, WINDOW, write_target
 
 from draftgraph.engine.errors import CaptureError, UsageError
+from draftgraph.engine.models.layers import band
 from draftgraph.engine.models.target import Target, by_device, load_model, load_tokenizer
 
 CPU = torch.device("cpu")
@@ -16,18 +20,35 @@ def tiny_target(tmp_path, family, max_context=64, **extra):
 
 
 def extract(target, ids):
-    taps = torch.full((*ids.shape, len(TAPS) * 32), float("nan"))
+    taps = torch.full((*ids.shape, len(TAPS) * 32), float("nan"), dtype=target.dtype)
     target.extract(ids, taps)
     return taps
+
+
+def difference(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def untouched_taps(target, ids):
+    """From a module that transformers made, with its plainest attention and its loop over experts."""
+    config = target.model.config
+    module = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    module.load_state_dict(target.model.state_dict())
+    with torch.no_grad():
+        states = module.get_decoder()(input_ids=ids, output_hidden_states=True).hidden_states
+    return torch.cat([states[i + 1] for i in TAPS], -1)
 
 
 @pytest.mark.parametrize("family", list(SHAPES))
 def test_taps_are_the_modules_own_hidden_states(tmp_path, family):
     target = tiny_target(tmp_path, family)
-    ids = torch.randint(VOCAB, (3, 21), generator=torch.Generator().manual_seed(0))
-    states = target.decoder(input_ids=ids, output_hidden_states=True).hidden_states
-    expected = torch.cat([states[i + 1] for i in TAPS], -1)
-    torch.testing.assert_close(extract(target, ids), expected, rtol=1e-5, atol=1e-5)
+    for parameter in target.model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(5)  # layers that matter beside the embedding
+    ids = torch.randint(VOCAB, (3, 41), generator=torch.Generator().manual_seed(0))
+    assert difference(extract(target, ids), untouched_taps(target, ids)) <= 1e-5
     target.check_against_module()
 
 
@@ -35,13 +56,34 @@ def test_taps_are_the_modules_own_hidden_states(tmp_path, family):
 def test_a_row_in_a_padded_batch_has_the_taps_of_the_row_alone(tmp_path, family):
     target = tiny_target(tmp_path, family)
     generator = torch.Generator().manual_seed(1)
-    lengths = [1, 7, 24]
-    ids = torch.zeros(3, 24, dtype=torch.long)
-    for r, n in enumerate(lengths):
-        ids[r, :n] = torch.randint(VOCAB, (n,), generator=generator)
-    taps = extract(target, ids)
-    for r, n in enumerate(lengths):
-        torch.testing.assert_close(taps[r : r + 1, :n], extract(target, ids[r : r + 1, :n]), rtol=1e-5, atol=1e-5)
+    lengths = [1, 7, 40]
+    rows = [torch.randint(VOCAB, (1, n), generator=generator) for n in lengths]
+    for pad in (0, VOCAB - 1):
+        ids = torch.full((3, 40), pad)
+        for r, row in enumerate(rows):
+            ids[r, : row.shape[1]] = row
+        taps = extract(target, ids)
+        for r, row in enumerate(rows):
+            torch.testing.assert_close(taps[r : r + 1, : lengths[r]], extract(target, row), rtol=1e-5, atol=1e-5)
+
+
+def seen(mask):
+    return mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2", "gemma3_text", "gpt_oss"])
+def test_a_sliding_layer_sees_its_window_and_a_short_row_needs_none(tmp_path, family):
+    inputs = tiny_target(tmp_path, family).inputs
+    sliding = inputs.layer_types.index("sliding_attention")
+    mask = inputs.of(sliding, WINDOW + 4)["attention_mask"]
+    kv, q = torch.arange(WINDOW + 4), torch.arange(WINDOW + 4)[:, None]
+    assert torch.equal(seen(mask), (kv <= q) & (kv > q - WINDOW))
+    short = inputs.of(sliding, WINDOW)["attention_mask"]
+    if inputs.causal is None:
+        assert short is None
+    else:
+        assert torch.equal(seen(short), (kv <= q)[:WINDOW, :WINDOW])
+    assert mask.untyped_storage().nbytes() == 64 * 64 * mask.element_size()
 
 
 def test_layers_after_the_last_tap_do_not_run(tmp_path):
@@ -77,12 +119,53 @@ def test_a_family_that_is_more_than_its_layers_is_refused_by_name(tmp_path):
         target.check_against_module()
 
 
-def test_a_window_shorter_than_the_context_is_refused(tmp_path):
-    extra = {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 6}
-    model = load_model(write_target(tmp_path, "qwen3", **extra), torch.float32, CPU)
-    Target(model, TAPS, 16)
-    with pytest.raises(CaptureError, match="window of 16 tokens"):
-        Target(model, TAPS, 17)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
+def test_a_wrong_window_is_found(tmp_path, family, dtype):
+    target = Target(load_model(write_target(tmp_path, family), dtype, CPU), TAPS, 64)
+    target.check_against_module()
+    wrong = WINDOW + 1 if dtype == torch.float32 else 2 * WINDOW
+    target.inputs.band = band(64, wrong, dtype if family == "gemma2" else None, CPU)
+    with pytest.raises(CaptureError, match=f"'{family}' is not supported: a loop over its layers differs"):
+        target.check_against_module()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_local_layers_rotated_like_global_ones_are_found(tmp_path, dtype):
+    target = Target(load_model(write_target(tmp_path, "gemma3_text"), dtype, CPU), TAPS, 64)
+    target.inputs.rope["sliding_attention"] = target.inputs.rope["full_attention"]
+    with pytest.raises(CaptureError, match="'gemma3_text' is not supported: a loop over its layers differs"):
+        target.check_against_module()
+
+
+OTHERS: dict[str, tuple[dict, str]] = {
+    "gpt2": ({}, "its decoder has no embed_tokens, rotary_emb, layers"),
+    "bloom": ({"n_head": 4}, "its decoder has no embed_tokens, rotary_emb, layers"),
+    "falcon": ({"head_dim": None}, "its decoder has no embed_tokens, layers"),
+    "mamba": ({}, "its decoder has no embed_tokens, rotary_emb"),
+    "opt": ({}, "its decoder has no rotary_emb"),
+    "falcon_h1": ({}, "it has layers of type hybrid"),
+    "gemma4_text": ({}, "its layers cannot be called in a loop"),
+    "granite": ({"embedding_multiplier": 12.0}, "a loop over its layers differs from its own forward"),
+}
+
+
+@pytest.mark.parametrize("family", list(OTHERS))
+def test_a_family_that_is_no_loop_over_its_layers_is_refused_by_name(tmp_path, family):
+    extra, reason = OTHERS[family]
+    model = load_model(write_target(tmp_path, family, **extra), torch.float32, CPU)
+    with pytest.raises(CaptureError, match=f"target family '{family}' is not supported: {reason}"):
+        Target(model, TAPS, 64).check_against_module()
+
+
+def test_a_bfloat16_target_rotates_by_unrounded_frequencies(tmp_path):
+    load_model(write_target(tmp_path), torch.float32, CPU).save_pretrained(tmp_path / "saved")
+    for name in (write_target(tmp_path), str(tmp_path / "saved")):
+        target = Target(load_model(name, torch.bfloat16, CPU), TAPS, 64)
+        frequencies = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+        angles = torch.arange(64)[:, None] * frequencies
+        torch.testing.assert_close(target.inputs.rope["full_attention"][0][0, :, :8], angles.cos().bfloat16())
+        assert target.dtype == torch.bfloat16
 
 
 def test_ops_are_chosen_by_the_device_of_their_input():

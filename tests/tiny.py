@@ -9,20 +9,36 @@ from draftgraph.engine.config import Profile, from_values
 from draftgraph.engine.data.shards import ShardWriter
 
 VOCAB = 97
-SHAPES = {
-    "llama": {},
-    "qwen3": {},
-    "qwen3_5_text": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+WINDOW = 16  # tokens, shorter than most rows of the tests
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
+ALTERNATING = ["sliding_attention", "full_attention"] * 3
+# What each tested family needs beyond the sizes of `write_target`.
+SHAPES: dict[str, dict] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW, "pad_token_id": 0},
+    "olmo2": {},
+    "starcoder2": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen3": {},
+    "qwen3_5_text": DELTA_NET,
+    "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING},
+    "qwen3_moe": {"num_experts": 8, **EXPERTS},
+    "qwen3_5_moe_text": {"num_experts": 8, **EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 8, **EXPERTS, "sliding_window": WINDOW, "layer_types": ALTERNATING},
+}
+MIXTURES = [family for family, extra in SHAPES.items() if "num_experts_per_tok" in extra]
 
 
 def write_target(folder: Path, family: str = "llama", **extra: object) -> str:
-    """A config.json for `random:`; returns the name of the target."""
+    """A config.json for `random:`, without the keys that are None; returns the name of the target."""
     values = {
         "model_type": family,
         "vocab_size": VOCAB,
@@ -33,11 +49,11 @@ def write_target(folder: Path, family: str = "llama", **extra: object) -> str:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "tie_word_embeddings": True,
-        **SHAPES[family],
+        **SHAPES.get(family, {}),
         **extra,
     }
     path = folder / f"{family}.json"
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     return f"random:{path}"
 
 

@@ -259,11 +259,11 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 class Selected:
     """Some rows of a source, renumbered from 0."""
 
-    def __init__(self, source: ShardReader | RandomRows, row_ids: np.ndarray) -> None:
+    def __init__(self, source: "ShardReader | RandomRows | Selected", row_ids: np.ndarray) -> None:
         self._source, self._row_ids = source, row_ids
-        self.lengths = source.lengths[row_ids]
-        self.vocab_size = source.vocab_size
-        self.digest = hashlib.sha256(self.lengths.tobytes() + source.digest.encode()).hexdigest()[:16]
+        self.lengths: np.ndarray = source.lengths[row_ids]
+        self.vocab_size: int = source.vocab_size
+        self.digest: str = hashlib.sha256(self.lengths.tobytes() + source.digest.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._row_ids)

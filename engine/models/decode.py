@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -126,7 +127,8 @@ def decode_speculative(
     Source: DFlash paper, decoding: the newest token is the anchor, the drafter sees the taps of what is before it.
     """
     shape, weight = drafter.shape, drafter.fc.weight
-    embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    # NOTE: the rows themselves, as in training: Gemma's embedding module would scale them.
+    embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()  # type: ignore[operator]
     num_prompt, K = len(input_ids), shape.block_size
     target = CachedTarget(model)
     logits, prompt_taps = target.forward(input_ids, shape.target_layer_ids, logits_to_keep=1)
@@ -140,7 +142,7 @@ def decode_speculative(
         start = num_prompt + len(tokens) - 1  # position of the newest token, which the target has not seen yet
         block[0], block[1:] = tokens[-1], shape.mask_token_id
         anchor = torch.full((1, 1), start, dtype=torch.int32, device=weight.device)
-        hidden = drafter(taps[None, :start], embedding(block).to(weight)[None, None], anchor, valid)
+        hidden = drafter(taps[None, :start], F.embedding(block, embedding).to(weight)[None, None], anchor, valid)
         block[1:] = lm_head(hidden[0, 0, 1:].to(lm_head.weight)).argmax(-1)
 
         before = target.snapshot()

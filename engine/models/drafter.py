@@ -7,15 +7,14 @@ Source: DFlash paper (arXiv 2602.06036); shapes use R rows, S context, A anchors
 H/G query/kv heads, C head dim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftgraph.kernels.anchor_attention import anchor_attention
-from draftgraph.kernels.reference import anchor_attention as anchor_attention_reference
+from draftgraph.engine.models.stacked_linear import stacked_linear
+from draftgraph.kernels import fused, reference
 
 
 @dataclass(frozen=True)
@@ -52,18 +51,35 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> tuple[int
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """What every layer is given besides the residual stream."""
+
+    ops: Any  # `fused`, the Triton kernels, or `reference`, their twins
+    context: Tensor  # [R, S, D]
+    context_positions: Tensor  # [S] int32
+    block_positions: Tensor  # [R, A, K] int32
+    anchor_positions: Tensor  # [R, A] int32
+    anchor_valid: Tensor  # [R, A] bool
+    cos: Tensor  # [positions, C] float32
+    sin: Tensor
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, ops: Any, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of the residual stream, and the stream, once the last update is added."""
+        if update is None:
+            return ops.rms_norm(x, self.weight, self.eps), x
+        return ops.add_rms_norm(update, x, self.weight, self.eps)
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position, made once: a captured step only gathers rows of them."""
+    """cos and sin of every position, made once: a captured step only reads rows of them."""
 
     cos: Tensor
     sin: Tensor
@@ -75,24 +91,14 @@ class RotaryTable(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [*positions.shape, 1, C], to be multiplied with [..., heads, C]."""
-        return self.cos[positions].unsqueeze(-2).to(dtype), self.sin[positions].unsqueeze(-2).to(dtype)
-
-
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate-half RoPE over the full head dim."""
-    cos, sin = cos_sin
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
 
 class Attention(nn.Module):
     def __init__(self, shape: DrafterShape, layer: int):
         super().__init__()
         d, c, h, g = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads
-        self.head_dim = c
+        self.num_heads, self.num_kv_heads, self.head_dim = h, g, c
         self.window = shape.sliding_window if shape.layer_types[layer] == "sliding_attention" else None
+        # NOTE: q, k, v run as one product, and so do gate and up, without a copy because they are registered in a row.
         self.q_proj = nn.Linear(d, h * c, bias=False)
         self.k_proj = nn.Linear(d, g * c, bias=False)
         self.v_proj = nn.Linear(d, g * c, bias=False)
@@ -100,15 +106,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c, shape.rms_norm_eps)
         self.k_norm = RMSNorm(c, shape.rms_norm_eps)
 
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
-
-    def forward(self, x: Tensor, context: Tensor, block_rope, context_rope, anchors, attend: Callable) -> Tensor:
-        q = rotate(self.q_norm(self.heads(self.q_proj(x))), block_rope)
-        block_k = rotate(self.k_norm(self.heads(self.k_proj(x))), block_rope)
-        context_k = rotate(self.k_norm(self.heads(self.k_proj(context))), context_rope)
-        block_v, context_v = self.heads(self.v_proj(x)), self.heads(self.v_proj(context))
-        out = attend(q, context_k, context_v, block_k, block_v, *anchors, self.window, self.head_dim**-0.5)
+    def forward(self, x: Tensor, blocks: Blocks) -> Tensor:
+        ops, h, g = blocks.ops, self.num_heads, self.num_kv_heads
+        weights = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        norms = (self.q_norm.weight, self.k_norm.weight)
+        tables, eps = (blocks.cos, blocks.sin), self.q_norm.eps
+        q, block_k, block_v = ops.norm_rope_split(
+            stacked_linear(x, *weights), (h, g, g), norms, *tables, blocks.block_positions, eps
+        )
+        context_k, context_v = ops.norm_rope_split(
+            stacked_linear(blocks.context, *weights[1:]), (g, g), norms[1:], *tables, blocks.context_positions, eps
+        )
+        anchors = (blocks.anchor_positions, blocks.anchor_valid)
+        out = ops.anchor_attention(
+            q, context_k, context_v, block_k, block_v, *anchors, self.window, self.head_dim**-0.5
+        )
         return self.o_proj(out.flatten(-2))
 
 
@@ -119,8 +131,8 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, ops: Any) -> Tensor:
+        return self.down_proj(ops.swiglu(stacked_linear(x, self.gate_proj.weight, self.up_proj.weight)))
 
 
 class DrafterLayer(nn.Module):
@@ -131,10 +143,12 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, context: Tensor, block_rope, context_rope, anchors, attend: Callable) -> Tensor:
+    def forward(self, x: Tensor, update: Tensor | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it: the next norm adds it in the same pass."""
         # NOTE: the context does not pass input_layernorm; only the block does.
-        x = x + self.self_attn(self.input_layernorm(x), context, block_rope, context_rope, anchors, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed, x = self.input_layernorm(blocks.ops, x, update)
+        normed, x = self.post_attention_layernorm(blocks.ops, x, self.self_attn(normed, blocks))
+        return x, self.mlp(normed, blocks.ops)
 
 
 class Drafter(nn.Module):
@@ -170,20 +184,26 @@ class Drafter(nn.Module):
             anchor_positions: [R, A] int32, ascending among the valid.
             anchor_valid: [R, A] bool.
         Returns:
-            [R, A, K, D] after the last norm; exactly zero in invalid blocks.
+            [R, A, K, D] after the last norm; without meaning in invalid blocks, whose gradient must be zero.
         """
-        num_context, block_size = target_hidden.shape[1], self.shape.block_size
-        dtype = self.fc.weight.dtype
-        context = self.hidden_norm(self.fc(target_hidden))
-        offsets = torch.arange(block_size, device=target_hidden.device)
-        block_rope = self.rotary.at(anchor_positions.long()[..., None] + offsets, dtype)
-        context_rope = self.rotary.at(torch.arange(num_context, device=target_hidden.device), dtype)
-        attend = anchor_attention if target_hidden.is_cuda else anchor_attention_reference
-        anchors = (anchor_positions, anchor_valid)
-        x = block_embeddings
+        device = target_hidden.device
+        ops = fused if target_hidden.is_cuda else reference
+        context, _ = self.hidden_norm(ops, self.fc(target_hidden))
+        blocks = Blocks(
+            ops=ops,
+            context=context,
+            context_positions=torch.arange(target_hidden.shape[1], dtype=torch.int32, device=device),
+            block_positions=anchor_positions[..., None]
+            + torch.arange(self.shape.block_size, dtype=torch.int32, device=device),
+            anchor_positions=anchor_positions,
+            anchor_valid=anchor_valid,
+            cos=self.rotary.cos,
+            sin=self.rotary.sin,
+        )
+        x, update = block_embeddings, None
         for layer in self.layers:
-            x = layer(x, context, block_rope, context_rope, anchors, attend)
-        return torch.where(anchor_valid[..., None, None], self.norm(x), 0.0)
+            x, update = layer(x, update, blocks)
+        return self.norm(ops, x, update)[0]
 
 
 def block_tokens(input_ids: Tensor, anchor_positions: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

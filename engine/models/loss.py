@@ -61,25 +61,30 @@ def slot_weights(counted: Tensor, cross_entropy: Tensor, rule: LossRule) -> Tens
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """sum(w * ce) with the gradient to the hidden states formed chunk by chunk in the forward pass."""
+    """sum(w * ce) with the gradient to the hidden states formed chunk by chunk in the forward pass.
+
+    NOTE: hidden [B, K, D] comes with slot 0, whose gradient is written as zero: autograd would pad that of a slice, at
+    the price of two passes.
+    """
 
     @staticmethod
     def forward(ctx, hidden, lm_head, labels, counted, rule, blocks_per_chunk):
-        num_blocks, num_slots, _ = hidden.shape
+        num_blocks = len(hidden)
         grad = torch.empty_like(hidden)
-        cross_entropy = torch.empty(num_blocks, num_slots, dtype=torch.float32, device=hidden.device)
+        grad[:, 0] = 0.0
+        cross_entropy = torch.empty(counted.shape, dtype=torch.float32, device=hidden.device)
         weights, correct = torch.empty_like(cross_entropy), torch.empty_like(counted)
         ops = cross_entropy_kernels if hidden.is_cuda else reference
         for start in range(0, num_blocks, blocks_per_chunk):
             part = slice(start, min(start + blocks_per_chunk, num_blocks))
             label = labels[part].flatten()
-            logits = hidden[part].flatten(0, 1) @ lm_head.T
+            logits = hidden[part, 1:].flatten(0, 1) @ lm_head.T
             ce, log_sum, best = ops.softmax_statistics(logits, label)
             correct[part] = (best == label).view_as(correct[part])
             cross_entropy[part] = ce.view_as(cross_entropy[part])
             weights[part] = slot_weights(counted[part], cross_entropy[part], rule)
             ops.softmax_gradient_(logits, label, log_sum, weights[part].flatten())
-            torch.mm(logits, lm_head, out=grad[part].flatten(0, 1))
+            grad[part, 1:] = (logits @ lm_head).unflatten(0, counted[part].shape)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(weights, correct)
         return torch.where(counted, weights * cross_entropy, 0.0).sum(), weights, correct
@@ -126,7 +131,7 @@ def dflash_loss(
     targets = slot_targets(input_ids, loss_mask, anchor_positions, anchor_valid, block_size)
     counted = targets.counted.flatten(0, 1)
     loss, weights, correct = _LinearCrossEntropy.apply(
-        hidden[:, :, 1:].flatten(0, 1),
+        hidden.flatten(0, 1),
         lm_head,
         targets.labels.flatten(0, 1),
         counted,

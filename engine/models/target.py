@@ -2,7 +2,8 @@
 
 Promises: the same path eager and captured (no mask creation, no cache, no host syncs); every tap is written straight
 into a persistent buffer; layers after the last tap, the final norm and the lm_head do not run. At load the loop is
-compared with the untouched module, so a family that needs more than this loop is refused by name.
+compared with the untouched module and its waits for the device are counted, so a family that needs more than this
+loop, or that no graph can hold, is refused by name.
 Does not do: padding masks. Rows are right-padded and every op is causal, so pads never reach real tokens.
 """
 
@@ -22,7 +23,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from draftgraph.capture.syncs import count_syncs
 from draftgraph.engine.errors import CaptureError, UsageError
+from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
 from draftgraph.profiles.load import MODELS
 
 EMBEDDED = "smollm2"
@@ -108,24 +111,38 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
         rng = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with quiet(), rng, device_defaults(dtype, device):
             torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         path, extra = locate(name)
         with quiet():
             try:
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, dtype=dtype, attn_implementation="sdpa", **extra
-                )
+                model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra)
             except (OSError, ValueError) as error:
                 raise UsageError(f"target.model: cannot load {name!r}: {error}") from error
     choose_ops_by_device(model)
-    return model.to(device=device, dtype=dtype).requires_grad_(False).eval()
+    choose_implementations(model)
+    # NOTE: no cast here: it would round the rotary frequencies, which transformers keeps in float32.
+    return model.to(device).requires_grad_(False).eval()
 
 
 def decoder_on_meta(config: Any) -> Any:
     """The target's decoder without memory: its layers and the shapes of their parameters."""
     with quiet(), torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config).get_decoder()
+        decoder = transformers.AutoModelForCausalLM.from_config(config).get_decoder()
+    require_layer_loop(decoder)
+    return decoder
+
+
+def choose_implementations(model: Any) -> None:
+    """Where transformers' own choice (SDPA where the family has it) is wrong or is not certain."""
+    config = model.config.get_text_config()
+    with quiet():
+        # transformers 5.17 runs soft-capped scores through SDPA, without the cap.
+        if getattr(config, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")
+        # The only path of experts without nonzero() or a copy of the weights for every token.
+        if num_experts(config):
+            model.set_experts_implementation("grouped_mm")
 
 
 class quiet:
@@ -228,14 +245,8 @@ class Target:
         self.target_layer_ids = target_layer_ids
         self.config = self.decoder.config
         self.device, self.dtype = next(model.parameters()).device, next(model.parameters()).dtype
-        self.refuse_short_windows(max_context)
-        positions = torch.arange(max_context, device=self.device)[None]
-        if hasattr(self.decoder.rotary_emb, "mrope_section"):
-            positions = positions.expand(3, 1, -1)  # M-RoPE of text: the same position on all three axes
-        example = torch.empty(1, 1, 1, dtype=self.dtype, device=self.device)
-        with torch.no_grad():
-            # NOTE: contiguous copies, so that the views of a shorter context keep one address for all buckets.
-            self.cos, self.sin = (x.contiguous() for x in self.decoder.rotary_emb(example, positions))
+        self.max_context = max_context
+        self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
 
     @property
     def embedding(self) -> Tensor:
@@ -247,18 +258,6 @@ class Target:
         """[V, D], frozen, shared with the drafter; the embedding itself where the target ties them."""
         return self.model.get_output_embeddings().weight
 
-    def refuse_short_windows(self, max_context: int) -> None:
-        window = getattr(self.config, "sliding_window", None)
-        layer_types = getattr(self.config, "layer_types", None)
-        # A family that does not say which layers slide lets all of them.
-        slides = layer_types is None or "sliding_attention" in layer_types
-        if window and window < max_context and slides:
-            raise CaptureError(
-                f"target family {self.config.model_type!r} has sliding layers with a window of {window} tokens, "
-                f"shorter than the largest bucket ({max_context}); without a band mask they would see everything. "
-                f"Lower buckets.max_context to {window} or choose another target"
-            )
-
     @torch.no_grad()
     def extract(self, input_ids: Tensor, taps: Tensor) -> None:
         """Write the outputs of the tapped layers.
@@ -269,34 +268,51 @@ class Target:
         """
         num_context = input_ids.shape[1]
         size = self.config.hidden_size
-        rope = (self.cos[:, :num_context], self.sin[:, :num_context])
         x = self.decoder.embed_tokens(input_ids)
         for i, layer in enumerate(self.decoder.layers[: max(self.target_layer_ids) + 1]):
-            x = layer(x, attention_mask=None, position_embeddings=rope, use_cache=False)
+            x = layer(x, **self.inputs.of(i, num_context))
             if i in self.target_layer_ids:
                 n = self.target_layer_ids.index(i)
                 taps[..., n * size : (n + 1) * size].copy_(x)
 
     @torch.no_grad()
     def check_against_module(self) -> None:
-        """Compare the loop with the untouched module on 2 x 16 tokens.
+        """Compare the loop with the untouched module, in the target's dtype, and count its waits for a GPU.
+
+        Rows are twice as long as a window that hides something, or a wrong one would drown in rounding.
 
         Raises:
-            CaptureError: this family needs more than a loop over its layers.
+            CaptureError: this family needs more than a loop over its layers, or cannot be captured.
         """
+        num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 64)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.config.vocab_size, (2, 16), generator=generator).to(self.device)
-        taps = torch.empty(
-            2, 16, len(self.target_layer_ids) * self.config.hidden_size, dtype=self.dtype, device=self.device
-        )
-        self.extract(ids, taps)
+        ids = torch.randint(self.config.vocab_size, (2, num_tokens), generator=generator).to(self.device)
+        size = len(self.target_layer_ids) * self.config.hidden_size
+        taps = torch.empty(2, num_tokens, size, dtype=self.dtype, device=self.device)
+        try:
+            self.extract(ids, taps)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise unsupported(self.config, f"its layers cannot be called in a loop ({error})") from error
         states = self.decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         expected = torch.cat([states[i + 1] for i in self.target_layer_ids], -1)
-        difference = ((taps - expected).norm() / expected.norm()).item()
+        # Per token: in many models the first one is so large that it would hide the others.
+        difference = ((taps - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
         allowed = 2e-2 if self.dtype == torch.bfloat16 else 1e-4
         if not difference <= allowed:
-            raise CaptureError(
-                f"target family {self.config.model_type!r} is not supported: a loop over its layers differs from its "
-                f"own forward by {difference:.1e} (allowed {allowed:.0e}). Supported families are Llama-like ones "
-                "(llama, qwen2, qwen3) and qwen3_5"
+            raise unsupported(
+                self.config,
+                f"a loop over its layers differs from its own forward by {difference:.1e} (allowed {allowed:.0e})",
             )
+        if self.device.type == "cuda":
+            with count_syncs() as syncs:
+                self.extract(ids, taps)
+            if syncs.value:
+                raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
+
+    def remedy(self) -> str:
+        """What makes the layers wait, where it is known."""
+        if not num_experts(self.config):
+            return ""
+        if self.dtype != torch.bfloat16:
+            return ' because torch multiplies experts without a wait in bfloat16 only; set target.dtype = "bfloat16"'
+        return " because torch multiplies experts without a wait on GPUs of compute capability 9.x and 10.x only"

@@ -139,10 +139,9 @@ class DrafterLane:
         anchor_positions = views.anchor_positions.index_select(0, self.repeat)[0]
         anchor_valid = views.anchor_valid.index_select(0, self.repeat)[0]
         tokens, _ = block_tokens(views.input_ids, anchor_positions, self.drafter.shape.block_size)
-        anchor_embeddings = F.embedding(tokens[..., :1], self.parts.embedding)
-        mask_embedding = self.parts.embedding[self.drafter.shape.mask_token_id]
-        masks = mask_embedding.expand(*tokens.shape[:2], tokens.shape[2] - 1, -1)
-        hidden = self.drafter(views.taps, torch.cat([anchor_embeddings, masks], 2), anchor_positions, anchor_valid)
+        tokens[..., 1:] = self.drafter.shape.mask_token_id
+        embeddings = F.embedding(tokens, self.parts.embedding)
+        hidden = self.drafter(views.taps, embeddings, anchor_positions, anchor_valid)
         sums = dflash_loss(
             hidden,
             self.parts.lm_head,

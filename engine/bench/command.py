@@ -1,0 +1,95 @@
+"""`draftgraph bench`: named workloads, a receipt each, and one table beside peers, floors and goals."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftgraph.engine.bench import kernels, steps
+from draftgraph.engine.bench.goals import GOALS, Goal
+from draftgraph.engine.bench.protocol import Bench, Result
+from draftgraph.engine.show import bytes_text, columns_table
+from draftgraph.profiles.measure import receipt, write_receipt
+
+
+def bench(
+    workloads: list[str], out: Path, quick: bool, peer_rows: list[int] | None, console: Console
+) -> dict[str, Any]:
+    """Measure the workloads in the order given; the summary of `draftgraph bench`.
+
+    Args:
+        out: folder of the receipts, bench-WORKLOAD.json.
+        quick: fewer rows and cases; a receipt says so.
+        peer_rows: rows of the peer's micro-steps in w27-var and w08-var.
+    """
+    run: dict[str, Callable[[Bench], Result]] = {
+        "w27-full": steps.w27_full,
+        "w27-var": functools.partial(steps.w27_var, peer_rows=peer_rows),
+        "w08-var": functools.partial(steps.w08_var, peer_rows=peer_rows),
+        "target": steps.target,
+        "attention": kernels.attention,
+        "cross-entropy": kernels.cross_entropy,
+        "optimizer": kernels.optimizer,
+    }
+    started = time.perf_counter()
+    if not torch.cuda.is_available():
+        console.print("[bold]There is no GPU here: tiny shapes, which test the commands. These are no measurements.[/]")
+    handed = Bench(console, quick)
+    results, table, notes = {}, [], []
+    for name in dict.fromkeys(workloads):
+        result = run[name](handed)
+        if not handed.on_gpu:  # nothing was measured, so nothing is compared
+            result = dataclasses.replace(result, ratio=None, figures={})
+        goals = {goal.figure: {"bound": goal.bound, "met": goal.met(result.figures)} for goal in GOALS[name]}
+        content = receipt(
+            name,
+            result.profile,
+            ours=result.ours,
+            peer=result.peer,
+            ratio=result.ratio,
+            ceiling_tflops=handed.ceiling_tflops,
+        )
+        extra = {
+            "figures": result.figures,
+            "goals": goals,
+            "quick": quick,
+            "sm_mhz_at_the_ceiling": handed.sm_mhz,
+        }
+        path = out / f"bench-{name}.json"
+        write_receipt(path, content | extra)
+        results[name] = {"receipt": str(path), "ratio": result.ratio, "figures": result.figures, "goals": goals}
+        shown = {"ours": result.ours_text, "peer": result.peer_text, "ratio": number(result.ratio)}
+        table.append({"workload": name, **shown, "share": result.share_text})
+        notes += [f"{name}: {goal_text(goal, result.figures)}" for goal in GOALS[name]]
+        del result
+        handed.free()
+    handed.say("done")
+    where = f"{handed.ceiling_tflops:,.0f} TFLOP/s bf16 ceiling" if handed.ceiling_tflops else "no measurements: no GPU"
+    console.print(columns_table(f"Bench, {where}", table))
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    return {
+        "out": str(out),
+        "workloads": results,
+        "ceiling_tflops": handed.ceiling_tflops,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def goal_text(goal: Goal, figures: dict[str, float | None]) -> str:
+    """Such as "ratio 1.62, goal >= 1.50: met"."""
+    value = figures.get(goal.figure)
+    write = bytes_text if goal.figure.endswith("_bytes") else number
+    sign = "<=" if goal.at_most else ">="
+    ending = {True: "met", False: "missed", None: "not measured"}[goal.met(figures)]
+    found = "-" if value is None else write(value)
+    return f"{goal.figure} {found}, goal {sign} {write(goal.bound)}: {ending}"
