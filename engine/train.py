@@ -27,9 +27,11 @@ from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.metrics import LateFigures, Tally
-from draftgraph.engine.run.scheduler import Scheduler
+from draftgraph.engine.run.scheduler import Rig, Scheduler, Source
+from draftgraph.engine.run.streams import phase
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
+from draftgraph.profiles.ranges import nvtx_range
 
 
 def open_run(folder: Path, plan: Plan, resume: bool) -> None:
@@ -164,13 +166,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
     tally = Tally(plan.shape.block_size, folder / "metrics.jsonl", first_step)
     watch = SteadyWatch(engine.devices)
     with engine.loader(first_micro_step // profile.drafter.reuse) as (loader, rig), interrupts() as interrupted:
-        scheduler = Scheduler(
-            rig, loader, plan.lengths, profile.drafter.reuse, profile.optim.accumulate, first_micro_step
-        )
-        lead = rig.drafters[0]
-        # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
-        depth = rig.max_in_flight * profile.drafter.reuse // profile.optim.accumulate + 2
-        late = LateFigures(lead.published.numel(), lead.device, depth)
+        scheduler, late = schedule(plan, rig, loader, first_micro_step)
         step, started = first_step, time.perf_counter()
         watch.open(step)
 
@@ -188,9 +184,8 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
                         while step < segment_end and not interrupted and not broken(watch, profile):
-                            scheduler.step()
+                            issue(scheduler, late, step + 1)
                             step += 1
-                            late.publish(step, lead.published, lead.lane.stream)
                             tally.add(late.finished())
                             if step % profile.log.every == 0 or step == segment_end:
                                 for line in watch.mark(step):
@@ -245,6 +240,25 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
     if step < profile.run.steps:
         raise Interrupted(f"stopped after step {step} of {profile.run.steps}, checkpoint written; go on with --resume")
     return summary
+
+
+def schedule(plan: Plan, rig: Rig, source: Source, first_micro_step: int) -> tuple[Scheduler, LateFigures]:
+    """What issues the steps of a warmed-up rig, and what brings their figures back."""
+    reuse, accumulate = plan.profile.drafter.reuse, plan.profile.optim.accumulate
+    lead = rig.drafters[0]
+    # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
+    depth = rig.max_in_flight * reuse // accumulate + 2
+    late = LateFigures(lead.published.numel(), lead.device, depth)
+    return Scheduler(rig, source, plan.lengths, reuse, accumulate, first_micro_step), late
+
+
+def issue(scheduler: Scheduler, late: LateFigures, step: int) -> None:
+    """Issue one step, and send its figures on their way."""
+    lead = scheduler.rig.drafters[0]
+    with nvtx_range("scheduler", "step"):
+        scheduler.step()
+        with phase(lead.lane, "metrics"):
+            late.publish(step, lead.published, lead.lane.stream)
 
 
 def broken(watch: SteadyWatch, profile: Profile) -> bool:

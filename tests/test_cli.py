@@ -20,6 +20,7 @@ INTERFACE = {
     "plan": ["profile", "--run", "--set", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
+    "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
     "export": ["source", "--out", "--format", "--target", "--json"],
     "regenerate": ["prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--json"],

@@ -27,6 +27,7 @@ from draftgraph.engine.data.anchors import AnchorDraw
 from draftgraph.engine.data.collate import Rows, SlotLayout, collate
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import DataError, DraftgraphError
+from draftgraph.profiles.ranges import nvtx_range
 
 _FREE, _READY, _FAILED = b"f", b"r", b"e"
 _PROGRAM = "from draftgraph.engine.data.loader import serve; serve()"
@@ -175,5 +176,6 @@ def _collate_all(work: _Work, free: BinaryIO, ready: BinaryIO) -> None:
     for number, batch in enumerate(work.schedule.at(work.first)):
         if free.read(1) != _FREE:
             return
-        collate(batch, work.rows, views[number % work.num_slots][batch.bucket_index], work.draw)
+        with nvtx_range("data", "collate", work.layouts[batch.bucket_index].bucket.name):
+            collate(batch, work.rows, views[number % work.num_slots][batch.bucket_index], work.draw)
         ready.write(_READY)
