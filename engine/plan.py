@@ -67,6 +67,7 @@ class Plan:
             "seed": self.profile.run.seed,
             "steps": self.profile.run.steps,
             "target": dataclasses.asdict(self.profile.target),
+            "tokenizer": self.rows.fingerprint,
             "data": self.rows.digest,
             "reuse": self.profile.drafter.reuse,
             "draw": dataclasses.asdict(self.draw),

@@ -4,7 +4,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,16 +21,20 @@ from draftgraph.engine.config import Profile, load_profile, to_toml
 from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.progress import progress_bar
-from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run import checkpoint, signals
+from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.metrics import LateFigures, Tally
 from draftgraph.engine.run.scheduler import Scheduler
+from draftgraph.engine.run.writer import CheckpointWriter
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
 
 
-def open_run(folder: Path, plan: Plan, resume: bool) -> None:
+def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
     """Check that a run may start or go on in a locked folder; its profile is written only then.
 
+    Returns:
+        The checkpoint to go on from.
     Raises:
         RunError: it holds a run and --resume was not given, or the other way round, or the run is another one.
     """
@@ -42,15 +45,21 @@ def open_run(folder: Path, plan: Plan, resume: bool) -> None:
         raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
     if started and not resume:
         raise RunError(f"{folder} already holds a run; add --resume to go on with it, or name another --run folder")
+    newest = None
     if resume:
-        newest = checkpoint.newest(checkpoints)
-        checkpoint.check_identity(newest, plan.identity)
-        if checkpoint.read_scalars(newest)["step"] >= plan.profile.run.steps:
+
+        def say(line: str) -> None:
+            console.print(line, markup=False)
+
+        newest = checkpoint.newest(checkpoints, say)
+        checkpoint.check_identity(newest, plan.identity, say)
+        if checkpoint.step_of(newest) >= plan.profile.run.steps:
             raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
     try:
-        (folder / "profile.toml").write_text(to_toml(plan.profile))
+        write_text(profile_file, to_toml(plan.profile))
     except OSError as error:
         raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
+    return newest
 
 
 def is_resolved(path: Path) -> bool:
@@ -107,7 +116,7 @@ def warm_engine(plan: Plan, folder: Path, console: Console) -> Iterator[tuple[En
         engine = build(plan, lambda line: console.print(line, markup=False))
         with progress_bar(console) as progress:
             evidence = warm_up(engine, progress)
-        (folder / "warmup.json").write_text(json.dumps(evidence, indent=1) + "\n")
+        write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         yield engine, evidence
         # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.
         engine.close()
@@ -127,29 +136,40 @@ def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
 def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dict[str, Any]:
     """Warm up, then the run; returns the summary of `draftgraph train`."""
     plan = make_plan(profile)
-    with locked(folder):
-        open_run(folder, plan, resume)
+    with locked(folder), signals.usr1_ignored():
+        start = open_run(folder, plan, resume, console)
         with warm_engine(plan, folder, console) as (engine, evidence):
-            return run(engine, evidence, folder, resume, console)
+            return run(engine, evidence, folder, start, console)
 
 
-def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, console: Console) -> dict[str, Any]:
+def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
+    Args:
+        start: the checkpoint to go on from.
     Raises:
         RunError: a checkpoint cannot be read or written.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     profile, plan = engine.plan.profile, engine.plan
-    checkpoints = folder / "checkpoints"
     first_step = 0
-    if resume:
-        first_step = checkpoint.restore(checkpoint.newest(checkpoints), engine.rig.drafters)["step"]
+    if start is not None:
+        first_step = checkpoint.restore(start, engine.rig.drafters)["step"]
         console.print(f"going on after step {first_step}")
     first_micro_step = first_step * profile.optim.accumulate
-    tally = Tally(plan.shape.block_size, folder / "metrics.jsonl", first_step)
+    log = folder / "metrics.jsonl"
+    tally = Tally(plan.shape.block_size, log, first_step)
     watch = MemoryWatch(engine.devices)
-    with engine.loader(first_micro_step // profile.drafter.reuse) as (loader, rig), interrupts() as interrupted:
+    writer = CheckpointWriter(
+        folder / "checkpoints",
+        log,
+        engine.rig.drafters,
+        plan.identity,
+        profile.checkpoint.keep,
+        first_step if start else -1,
+    )
+    loading = engine.loader(first_micro_step // profile.drafter.reuse)
+    with loading as (loader, rig), signals.listen() as requests, writer:
         scheduler = Scheduler(
             rig, loader, plan.lengths, profile.drafter.reuse, profile.optim.accumulate, first_micro_step
         )
@@ -164,26 +184,26 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
             scheduler.drain()
             tally.add(late.finished(wait=True))
             watch.mark()
-            checkpoint.save(
-                checkpoints, step, rig.drafters, scheduler.micro_step, plan.identity, profile.checkpoint.keep
-            )
+            scheduler.copied = writer.save(step, scheduler.micro_step)
 
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
             try:
-                while step < profile.run.steps and not interrupted:
+                while step < profile.run.steps and not requests.stop:
                     segment_end = next_checkpoint(step, profile)
                     with count_syncs() as counted:
-                        while step < segment_end and not interrupted:
+                        while step < segment_end and not requests:
                             scheduler.step()
                             step += 1
                             late.publish(step, lead.published, lead.lane.stream)
                             tally.add(late.finished())
+                            writer.poll()
                             if step % profile.log.every == 0:
                                 watch.mark()
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
                                 progress.update(task, completed=step, description=tally.headline(rate))
                     syncs += counted.value or 0
+                    requests.checkpoint = False
                     save()
                     progress.update(task, completed=step)
             except DataError:
@@ -208,6 +228,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
         "reserved_range_bytes": memory["reserved_range_bytes"],
         "device_used_range_bytes": memory["device_used_range_bytes"],
         "host_syncs_per_step": syncs / max(1, step - first_step) if on_gpu else None,
+        "checkpoint_pause_ms_max": writer.pause_ms_max,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
         "seconds": seconds,
@@ -229,21 +250,3 @@ def next_checkpoint(step: int, profile: Profile) -> int:
     """The step after which the next checkpoint is written."""
     every = profile.checkpoint.every or profile.run.steps
     return min((step // every + 1) * every, profile.run.steps)
-
-
-@contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that the step can finish; a second one ends the process at once."""
-    received: list[int] = []
-
-    def receive(number: int, _: object) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -2,8 +2,8 @@
 
 Promises: micro-batches come in the schedule's order; only bytes cross, the main process knows from its own schedule
 what is in them. A process that dies or raises is a DataError at the next `next`, never a hang. It imports numpy and no
-torch, is started afresh (exec, never a fork of the training process), ignores SIGINT and SIGTERM, and ends when its
-parent does.
+torch, is started afresh (exec, never a fork of the training process), ignores SIGINT, SIGTERM and SIGUSR1, and ends
+when its parent does.
 
 How: one anonymous shared memory mapping holds the ring of slots; slot = micro-batch mod slots. Two pipes are its
 semaphores: the main process sends a byte for each free slot and the data process one for each full slot, so that the
@@ -153,7 +153,7 @@ class Loader:
 def serve() -> None:
     """The data process: collate micro-batches into free slots until the parent closes the pipe."""
     # A signal to the whole process group is the training process's to answer; this one ends when its pipe closes.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     with os.fdopen(os.dup(0), "rb") as free, os.fdopen(os.dup(1), "wb", buffering=0) as ready:
         # What anything prints goes to the log, not into the pipe.

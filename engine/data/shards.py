@@ -198,6 +198,10 @@ class RandomRows:
     def digest(self) -> str:
         return f"random {self.seed}"
 
+    @property
+    def fingerprint(self) -> str:
+        return "random"
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -262,7 +266,7 @@ class Selected:
     def __init__(self, source: ShardReader | RandomRows, row_ids: np.ndarray) -> None:
         self._source, self._row_ids = source, row_ids
         self.lengths = source.lengths[row_ids]
-        self.vocab_size = source.vocab_size
+        self.vocab_size, self.fingerprint = source.vocab_size, source.fingerprint
         self.digest = hashlib.sha256(self.lengths.tobytes() + source.digest.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:

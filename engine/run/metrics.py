@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.models.loss import LossSums
+from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.streams import Event, on
 
 # Layout of a sums vector [M]: these, then K-1 correct, then K-1 counted.
@@ -112,10 +113,8 @@ class Tally:
 
     def __init__(self, block_size: int, path: Path, first_step: int):
         self.block_size = block_size
-        kept = path.read_text().splitlines() if path.is_file() else []
-        rewritten = path.with_name(f".{path.name}.partial")
-        rewritten.write_text("".join(line + "\n" for line in kept if 0 < step_of(line) <= first_step))
-        rewritten.replace(path)
+        kept = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        write_text(path, "".join(line + "\n" for line in kept if 0 < step_of(line) <= first_step))
         self.file = path.open("a", encoding="utf-8", buffering=1)
         self.first: list[StepFigures] = []
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
@@ -157,7 +156,7 @@ def step_of(line: str) -> int:
     """The step of a line of metrics.jsonl; 0 for one that an interruption tore."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
 
 
