@@ -23,6 +23,7 @@ from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
+from draftgraph.engine.run.health import Health
 from draftgraph.engine.run.metrics import LateFigures, Tally
 from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.run.writer import CheckpointWriter
@@ -138,6 +139,7 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
     plan = make_plan(profile)
     with locked(folder), signals.usr1_ignored():
         start = open_run(folder, plan, resume, console)
+        plan.rows.verify()
         with warm_engine(plan, folder, console) as (engine, evidence):
             return run(engine, evidence, folder, start, console)
 
@@ -152,9 +154,10 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     profile, plan = engine.plan.profile, engine.plan
-    first_step = 0
+    first_step = skipped = 0
     if start is not None:
-        first_step = checkpoint.restore(start, engine.rig.drafters)["step"]
+        scalars = checkpoint.restore(start, engine.rig.drafters)
+        first_step, skipped = scalars["step"], scalars["skipped"]
         console.print(f"going on after step {first_step}")
     first_micro_step = first_step * profile.optim.accumulate
     log = folder / "metrics.jsonl"
@@ -167,6 +170,13 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         plan.identity,
         profile.checkpoint.keep,
         first_step if start else -1,
+    )
+    health = Health(
+        profile.optim.max_skipped,
+        skipped,
+        engine.rows_of,
+        lambda: writer.last_step,
+        lambda line: console.print(line, markup=False),
     )
     loading = engine.loader(first_micro_step // profile.drafter.reuse)
     with loading as (loader, rig), signals.listen() as requests, writer:
@@ -182,8 +192,9 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
 
         def save() -> None:
             scheduler.drain()
-            tally.add(late.finished(wait=True))
+            health.look(tally.add(late.finished(wait=True)))
             watch.mark()
+            plan.rows.check_unchanged()
             scheduler.copied = writer.save(step, scheduler.micro_step)
 
         with progress_bar(console) as progress:
@@ -196,7 +207,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                             scheduler.step()
                             step += 1
                             late.publish(step, lead.published, lead.lane.stream)
-                            tally.add(late.finished())
+                            health.look(tally.add(late.finished()))
                             writer.poll()
                             if step % profile.log.every == 0:
                                 watch.mark()
@@ -239,7 +250,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
     if tally.skipped:
         console.print(
             f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "
-            "Lower optim.lr, or look at the rows with `draftgraph prepare --show`"
+            "Lower optim.lr, or look at the rows of the steps that are named above"
         )
     if step < profile.run.steps:
         raise Interrupted(f"stopped after step {step} of {profile.run.steps}, checkpoint written; go on with --resume")

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from draftgraph.engine.data.anchors import count_valid_anchors
+from draftgraph.engine.data.intact import Stamps, check_stamps, checksum, stamps_of
 from draftgraph.engine.errors import DataError
 
 PICTURE = "lengths.svg"
@@ -125,6 +127,7 @@ class ShardReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._stamps = stamps_of(self.folder)
         self.facts = _read_facts(self.folder)
         self.vocab_size: int = self.facts["vocab_size"]
         self.fingerprint: str = self.facts["fingerprint"]
@@ -156,8 +159,22 @@ class ShardReader:
             )
         return np.asarray(ids), np.asarray(self._shards[shard]["mask"][part]) != 0
 
-    def __reduce__(self) -> tuple[type["ShardReader"], tuple[Path]]:
-        return ShardReader, (self.folder,)
+    def __reduce__(self) -> tuple[Callable, tuple[Path, Stamps]]:
+        return _reopened, (self.folder, self._stamps)
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on where a file changed since it was opened; it reads no content."""
+        check_stamps(self.folder, self._stamps)
+
+    def verify(self) -> None:
+        """Compare every byte with the checksum that the writer took.
+
+        Raises:
+            DataError: it differs.
+        """
+        arrays = [(shard["tokens"], shard["mask"]) for shard in self._shards]
+        if checksum(arrays, self._offsets, self._first_rows) != self.facts["checksum"]:
+            raise DataError(f"{self.folder}: damaged: its content is not what was written; run prepare again")
 
     def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
         """How many valid anchors each row has, [rows] int64; streams over the masks."""
@@ -184,6 +201,13 @@ class ShardReader:
                 "run prepare again"
             )
         return array
+
+
+def _reopened(folder: Path, stamps: Stamps) -> ShardReader:
+    reader = ShardReader(folder)
+    reader._stamps = stamps
+    reader.check_unchanged()
+    return reader
 
 
 @dataclass(frozen=True)
@@ -264,18 +288,28 @@ class Selected:
     """Some rows of a source, renumbered from 0."""
 
     def __init__(self, source: ShardReader | RandomRows, row_ids: np.ndarray) -> None:
-        self._source, self._row_ids = source, row_ids
+        self._source, self.row_ids = source, row_ids
         self.lengths = source.lengths[row_ids]
         self.vocab_size, self.fingerprint = source.vocab_size, source.fingerprint
         self.digest = hashlib.sha256(self.lengths.tobytes() + source.digest.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return len(self._row_ids)
+        return len(self.row_ids)
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids [n] int32 and loss_mask [n] bool of one row."""
-        return self._source[int(self._row_ids[row])]
+        return self._source[int(self.row_ids[row])]
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on where a shard changed on disk; see ShardReader."""
+        if isinstance(self._source, ShardReader):
+            self._source.check_unchanged()
+
+    def verify(self) -> None:
+        """Refuse damaged shards; see ShardReader. It reads all of them."""
+        if isinstance(self._source, ShardReader):
+            self._source.verify()
 
     def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
         """How many valid anchors each row has, [rows] int64."""
-        return self._source.valid_anchors(rule, block_size)[self._row_ids]
+        return self._source.valid_anchors(rule, block_size)[self.row_ids]

@@ -229,6 +229,7 @@ class Target:
         self.config = self.decoder.config
         self.device, self.dtype = next(model.parameters()).device, next(model.parameters()).dtype
         self.refuse_short_windows(max_context)
+        self.refuse_bad_weights()
         positions = torch.arange(max_context, device=self.device)[None]
         if hasattr(self.decoder.rotary_emb, "mrope_section"):
             positions = positions.expand(3, 1, -1)  # M-RoPE of text: the same position on all three axes
@@ -257,6 +258,24 @@ class Target:
                 f"target family {self.config.model_type!r} has sliding layers with a window of {window} tokens, "
                 f"shorter than the largest bucket ({max_context}); without a band mask they would see everything. "
                 f"Lower buckets.max_context to {window} or choose another target"
+            )
+
+    @torch.no_grad()
+    def refuse_bad_weights(self) -> None:
+        """Every weight must be finite; a NaN would reach every tap.
+
+        Raises:
+            UsageError: naming the tensors.
+        """
+        bad = []
+        for name, weight in self.model.named_parameters():
+            # The extremes hold a NaN where there is one, and take no memory.
+            if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+                bad.append(name)
+        if bad:
+            raise UsageError(
+                f"target.model: {len(bad)} of its tensors hold weights that are not finite, the first is {bad[0]}; "
+                "fetch or convert the model again"
             )
 
     @torch.no_grad()
