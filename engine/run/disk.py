@@ -14,12 +14,16 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replace a file in one step.
+
+    Raises:
+        OSError: naming the file, which is as it was.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text)
         flush(partial)
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
