@@ -193,7 +193,7 @@ class ShardReader:
     def _open(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
         try:
             array = np.load(self.folder / name, mmap_mode="r")
-        except (OSError, ValueError, EOFError) as error:
+        except Exception as error:  # numpy parses the header as Python text: a damaged one raises whatever that raises
             raise DataError(f"{self.folder / name}: damaged or missing: {error}; run prepare again") from error
         if array.dtype != dtype or array.shape != (length,):
             raise DataError(
@@ -278,10 +278,22 @@ def _read_facts(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not written by `draftgraph prepare`")
     if facts.get("version") != VERSION:
         raise DataError(f"{path}: version {facts.get('version')}, expected {VERSION}; run prepare again")
-    needed = {"rows", "tokens", "checksum", "vocab_size", "fingerprint", "target", "max_context", "shards"}
-    if not needed <= facts.keys() or not facts["shards"]:
-        raise DataError(f"{path}: damaged: keys are missing; run prepare again")
+    if not _is_complete(facts):
+        raise DataError(f"{path}: damaged: keys are missing or hold something else; run prepare again")
     return facts
+
+
+def _is_complete(facts: dict[str, Any]) -> bool:
+    try:
+        shards = [(shard["rows"], shard["tokens"]) for shard in facts["shards"]]
+        counts = [facts[key] for key in ("rows", "tokens", "checksum", "vocab_size", "max_context")]
+        texts = [facts[key] for key in ("fingerprint", "target")]
+    except (KeyError, TypeError):
+        return False
+    if not shards or any(type(count) is not int or count < 0 for count in (*counts, *sum(shards, ()))):
+        return False
+    totals = (facts["rows"], facts["tokens"])
+    return totals == tuple(map(sum, zip(*shards, strict=True))) and all(isinstance(text, str) for text in texts)
 
 
 class Selected:

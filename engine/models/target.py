@@ -65,7 +65,7 @@ def load_tokenizer(name: str) -> Any:
     path, extra = locate(name)
     with quiet():
         try:
-            return transformers.AutoTokenizer.from_pretrained(path, **extra)
+            return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, **extra)
         except (OSError, ValueError) as error:
             raise UsageError(f"target.model: no tokenizer for {name!r}: {error}") from error
 
@@ -86,7 +86,7 @@ def load_config(name: str) -> Any:
     path_or_hub, extra = locate(name)
     with quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(path_or_hub, **extra)
+            config = transformers.AutoConfig.from_pretrained(path_or_hub, trust_remote_code=False, **extra)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"target.model: cannot read {name!r}: {error}. Give smollm2, random:SHAPE, a folder or a hub name"
@@ -114,7 +114,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
         with quiet():
             try:
                 model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, dtype=dtype, attn_implementation="sdpa", **extra
+                    path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, **extra
                 )
             except (OSError, ValueError) as error:
                 raise UsageError(f"target.model: cannot load {name!r}: {error}") from error
