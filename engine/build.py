@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -89,6 +90,15 @@ class Engine:
         """The state before step 1, from the profile's seed; every drafter the same."""
         for drafter in self.rig.drafters:
             drafter.initialise(self.plan.profile.run.seed, self.plan.profile.drafter.init_std)
+
+    def rows_of(self, step: int) -> str:
+        """The rows that a step trained on, dealt again from the schedule, as the shards number them."""
+        section = self.plan.profile
+        first, last = ((step - 1) * section.optim.accumulate, step * section.optim.accumulate - 1)
+        first, last = first // section.drafter.reuse, last // section.drafter.reuse
+        batches = islice(self.schedule.at(first), last - first + 1)
+        rows = sorted({int(self.plan.rows.row_ids[row]) for batch in batches for row in batch.row_ids})
+        return f"rows {', '.join(map(str, rows))} of {section.data.shards or section.data.random_lengths}"
 
     @contextmanager
     def loader(self, first: int) -> Iterator[tuple[Loader, Rig]]:

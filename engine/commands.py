@@ -88,7 +88,7 @@ def trace(args: argparse.Namespace, console: Console) -> Summary:
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.saved import evaluate_saved, load_saved
 
-    saved = load_saved(Path(args.source))
+    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
     return evaluate_saved(saved, args.target, args.prompts, args.num_prompts, args.max_new_tokens, args.untrained)
 
 
@@ -97,7 +97,7 @@ def export(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.models.target import load_config
     from draftgraph.engine.saved import load_saved
 
-    saved = load_saved(Path(args.source))
+    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
     target = args.target or saved.target
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")

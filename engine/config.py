@@ -91,6 +91,7 @@ class OptimSection:
     weight_decay: float = 0.0
     clip: float = 1.0
     accumulate: int = 1  # micro-steps in a step, over all drafters
+    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) that end the run; 0: never
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ NOT_NEGATIVE = {
         "init_std",
     ],
     "placement": ["look_ahead"],
-    "optim": ["warmup", "eps", "weight_decay"],
+    "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
     "checkpoint": ["every"],
 }
 

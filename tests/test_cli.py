@@ -255,7 +255,9 @@ def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", profile_file(tmp_path), "--run", str(run)]) == 0
     assert main(["export", str(run), "--out", str(tmp_path / "drafter"), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    assert "the drafter of step 6" in err
+    summary = json.loads(out.splitlines()[-1])
     assert summary["format"] == "zlab" and summary["tensors"] == 3 + 11 * 2
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4

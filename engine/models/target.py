@@ -70,7 +70,7 @@ def load_tokenizer(name: str) -> Any:
     path, extra = locate(name)
     with quiet():
         try:
-            return transformers.AutoTokenizer.from_pretrained(path, **extra)
+            return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, **extra)
         except (OSError, ValueError) as error:
             raise UsageError(f"target.model: no tokenizer for {name!r}: {error}") from error
 
@@ -91,7 +91,7 @@ def load_config(name: str) -> Any:
     path_or_hub, extra = locate(name)
     with quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(path_or_hub, **extra)
+            config = transformers.AutoConfig.from_pretrained(path_or_hub, trust_remote_code=False, **extra)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"target.model: cannot read {name!r}: {error}. Give smollm2, random:SHAPE, a folder or a hub name"
@@ -118,7 +118,9 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
         path, extra = locate(name)
         with quiet():
             try:
-                model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra)
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, dtype=dtype, trust_remote_code=False, **extra
+                )
             except (OSError, ValueError) as error:
                 raise UsageError(f"target.model: cannot load {name!r}: {error}") from error
     choose_ops_by_device(model)
@@ -248,6 +250,7 @@ class Target:
         self.config = self.decoder.config
         self.device, self.dtype = next(model.parameters()).device, next(model.parameters()).dtype
         self.max_context = max_context
+        self.refuse_bad_weights()
         self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
         self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides)
 
@@ -267,6 +270,24 @@ class Target:
     def lm_head(self) -> Tensor:
         """[V, D], frozen, shared with the drafter; the embedding itself where the target ties them."""
         return self.model.get_output_embeddings().weight
+
+    @torch.no_grad()
+    def refuse_bad_weights(self) -> None:
+        """Every weight must be finite; a NaN would reach every tap.
+
+        Raises:
+            UsageError: naming the tensors.
+        """
+        bad = []
+        for name, weight in self.model.named_parameters():
+            # The extremes hold a NaN where there is one, and take no memory.
+            if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+                bad.append(name)
+        if bad:
+            raise UsageError(
+                f"target.model: {len(bad)} of its tensors hold weights that are not finite, the first is {bad[0]}; "
+                "fetch or convert the model again"
+            )
 
     @torch.no_grad()
     def extract(self, input_ids: Tensor, taps: Tensor) -> None:

@@ -79,6 +79,8 @@ class Scheduler:
         in_flight = rig.max_in_flight
         self.finish_events = [[Event(drafter.device) for _ in range(in_flight + 1)] for drafter in rig.drafters]
         self.in_flight: deque[Event] = deque()
+        # One event per drafter that its next update waits for: a checkpoint copies what the update overwrites.
+        self.copied: Sequence[Event] = ()
         self.bucket = rig.buckets[0]
         self.replays: dict[str, int] = {}
         self.real_tokens = 0
@@ -106,6 +108,10 @@ class Scheduler:
                     self.finish(extraction, index)
             self.count("drafter", self.bucket.name)
             self.micro_step += 1
+        if self.copied:
+            for copied, drafter in zip(self.copied, self.rig.drafters, strict=True):
+                copied.hold(drafter.lane.stream)
+            self.copied = ()
         self.rig.reduction.step()
         self.count("optimizer", "")
 
