@@ -15,7 +15,8 @@ from draftgraph.engine.data.loader import Loader
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.models.drafter import Drafter
-from draftgraph.engine.models.target import Target, load_model, require_fast_ops
+from draftgraph.engine.models.ops import require_fast_ops
+from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane

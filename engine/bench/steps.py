@@ -33,7 +33,8 @@ from draftgraph.engine.config import Profile
 from draftgraph.engine.data.schedule import MicroBatch
 from draftgraph.engine.data.shards import Selected
 from draftgraph.engine.errors import RunError
-from draftgraph.engine.models.target import Target, load_model, require_fast_ops
+from draftgraph.engine.models.ops import require_fast_ops
+from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.run.buffers import BatchBuffer
 from draftgraph.engine.run.lanes import TargetLane
