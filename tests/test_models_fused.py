@@ -97,9 +97,10 @@ def test_two_targets_on_one_module_share_its_memory(tmp_path):
 
 def test_layers_after_the_last_tap_are_not_touched(tmp_path):
     model = make_model(tmp_path, "qwen3_5, HV = 2H", torch.float32, CPU)
+    target = Target(model, TAPS, 16, "fused")
     for parameter in model.get_decoder().layers[5].parameters():
         parameter.fill_(float("nan"))
-    assert torch.isfinite(extract(Target(model, TAPS, 16, "fused"), token_ids(1, 9))).all()
+    assert torch.isfinite(extract(target, token_ids(1, 9))).all()
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3_5, HV = 2H"])
