@@ -1,8 +1,9 @@
 """The Triton kernels under one name, as `reference` holds their twins: `ops = fused if x.is_cuda else reference`."""
 
+from draftgraph.kernels.adamw import adamw_
 from draftgraph.kernels.anchor_attention import anchor_attention
 from draftgraph.kernels.rms_norm import add_rms_norm, rms_norm
 from draftgraph.kernels.rope import norm_rope, norm_rope_split
 from draftgraph.kernels.swiglu import swiglu
 
-__all__ = ["add_rms_norm", "anchor_attention", "norm_rope", "norm_rope_split", "rms_norm", "swiglu"]
+__all__ = ["adamw_", "add_rms_norm", "anchor_attention", "norm_rope", "norm_rope_split", "rms_norm", "swiglu"]

@@ -25,7 +25,7 @@ def save(folder: Path, step: int, drafters: Sequence[DrafterLane], micro_step: i
     """Write checkpoints/step-NNNNNN and drop the oldest beyond `keep`. The devices must be idle."""
     first = drafters[0]
     flats = {
-        "master": torch.cat([d.optimizer.master.detach().cpu() for d in drafters]),
+        "master": torch.cat([d.optimizer.master.cpu() for d in drafters]),
         **{name: torch.cat([d.optimizer.state[name].cpu() for d in drafters]) for name in MOMENTS},
     }
     tensors = {f"{kind}.{name}": t for kind, flat in flats.items() for name, t in first.flat.named(flat).items()}
