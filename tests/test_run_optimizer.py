@@ -124,3 +124,11 @@ def test_the_rate_warms_up_and_falls_to_zero():
     assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert rates[4:] == pytest.approx([1 + math.cos(math.pi * (s - 3) / 96) for s in range(4, 100)], abs=1e-5)
     assert rates[-1] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.gpu
+def test_the_norm_of_more_than_two_gigabytes_has_the_same_bits_each_time():
+    gradient = torch.empty(2**29 + 2**20, device="cuda")
+    gradient.normal_(generator=torch.Generator("cuda").manual_seed(0))
+    norms = [torch.linalg.vector_norm(gradient).item() for _ in range(4)]
+    assert len(set(norms)) == 1 and norms[0] == pytest.approx(gradient.numel() ** 0.5, rel=1e-3)
