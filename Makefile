@@ -1,11 +1,12 @@
 # demo: train a drafter for a real language model.  test: the CPU tests.  test-gpu: the GPU tests.  check: lint and types.
+# soak: trainings killed at random, MINUTES=3.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The release the tests ran with; override it to match your CUDA, e.g. TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-gpu check clean
+.PHONY: demo test test-gpu soak check clean
 
 demo: $(VENV)/ready
 	$(BIN)/draftgraph demo
@@ -15,6 +16,10 @@ test: $(VENV)/ready
 
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu
+
+MINUTES ?= 3
+soak: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES)
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -18,11 +18,11 @@ _FAMILIES = [
             "gated_delta",
             r"gated_delta|chunk_fwd_kernel_o|recompute_w_u|chunk_local_cumsum|kkt_solve|gdn_gate",
         ),
-        ("causal_conv", r"causal_conv1d"),
+        ("causal_conv", r"causal_conv"),
         ("attention", r"anchor_\w+_kernel|flash|fmha|sdpa|attention"),
         ("cross_entropy", r"softmax_statistics_kernel|softmax_gradient_kernel|cross_entropy"),
         ("norm", r"rms_?norm|layer_?norm|l2norm|norm_rope|norm_gated|GammaBeta"),
-        ("activation", r"swiglu|silu|sigmoid|gelu"),
+        ("activation", r"swiglu|silu|sigmoid|gelu|\bgate_kernel"),
         ("optimizer", r"multi_tensor_apply|adam"),
         ("gemm", r"nvjet|gemm|cutlass|cublas|splitK|xmma|dot_kernel|gemv"),
         ("copy", r"copy|CatArray|FillFunctor|memcpy|memset|index_select|gather|scatter|embedding"),
@@ -34,7 +34,8 @@ _IMPLEMENTATIONS = {
     "gated_delta": (("fla", re.compile(r".")),),
     "causal_conv": (
         ("causal_conv1d", re.compile(r"channellast|Causal_conv1d_fwd_kernel_traits", re.IGNORECASE)),
-        ("fla", re.compile(r".")),
+        ("fla", re.compile(r"causal_conv1d")),
+        ("draftgraph", re.compile(r"causal_conv_kernel")),
     ),
     "attention": (
         ("anchor", re.compile(r"anchor_\w+_kernel")),

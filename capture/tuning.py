@@ -31,7 +31,9 @@ def choices() -> Choices:
 def save(path: Path) -> None:
     """Write the choices of this process as JSON; nothing where nothing chose."""
     if found := choices():
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(found, indent=1) + "\n")
+        partial.replace(path)
 
 
 def restore(path: Path) -> Choices:
@@ -39,24 +41,33 @@ def restore(path: Path) -> Choices:
 
     Returns:
         What was restored, for `refuse_new`.
+    Raises:
+        CaptureFailure: the file is damaged.
     """
     from triton import Config
 
-    saved: Choices = json.loads(path.read_text())
-    for name, tuner in _autotuners():
-        for key, fields in saved.get(name, {}).items():
-            tuner.cache[_tuple(json.loads(key))] = Config(**fields)
+    try:
+        saved: Choices = json.loads(path.read_text())
+        for name, tuner in _autotuners():
+            for key, fields in saved.get(name, {}).items():
+                tuner.cache[_tuple(json.loads(key))] = Config(**fields)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CaptureFailure(
+            f"cannot read what kernels tuned themselves to from {path}: {error!r}. Remove the file to tune anew: "
+            "the run then goes on, but perhaps not to the same bits"
+        ) from error
     return saved
 
 
 def refuse_new(saved: Choices) -> None:
-    """Raise CaptureFailure where a kernel chose something that `saved` does not hold."""
+    """Raise CaptureFailure where a kernel chose something else than `saved` holds."""
     for name, found in choices().items():
-        for key in found:
-            if key not in saved.get(name, {}):
+        for key, fields in found.items():
+            if saved.get(name, {}).get(key) != fields:
                 raise CaptureFailure(
-                    f"kernel {name} was tuned anew for {key}: the saved run holds no choice for it, so going on could "
-                    "change the bits. Use the same versions of torch, triton and fla, the same GPU and the same buckets"
+                    f"kernel {name} was tuned anew for {key}: the saved run holds another choice for it or none, so "
+                    "going on could change the bits. Use the same versions of torch, triton and fla, the same GPU and "
+                    "the same buckets; or remove tuning.json from the run folder, and accept other bits"
                 )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from draftgraph.engine.data.loader import Loader
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.models.drafter import Drafter
-from draftgraph.engine.models.target import Target, load_model, require_fast_ops
+from draftgraph.engine.models.ops import require_fast_ops
+from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
@@ -90,6 +92,15 @@ class Engine:
         for drafter in self.rig.drafters:
             drafter.initialise(self.plan.profile.run.seed, self.plan.profile.drafter.init_std)
 
+    def rows_of(self, step: int) -> str:
+        """The rows that a step trained on, dealt again from the schedule, as the shards number them."""
+        section = self.plan.profile
+        first, last = ((step - 1) * section.optim.accumulate, step * section.optim.accumulate - 1)
+        first, last = first // section.drafter.reuse, last // section.drafter.reuse
+        batches = islice(self.schedule.at(first), last - first + 1)
+        rows = sorted({int(self.plan.rows.row_ids[row]) for batch in batches for row in batch.row_ids})
+        return f"rows {', '.join(map(str, rows))} of {section.data.shards or section.data.random_lengths}"
+
     @contextmanager
     def loader(self, first: int) -> Iterator[tuple[Loader, Rig]]:
         """The data process from micro-batch `first` on, and the rig with its host slots (pinned for a GPU)."""
@@ -143,10 +154,11 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         if device not in models:
             say(f"loading {profile.target.model} on {device}")
             models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
-            require_fast_ops(models[device], device, profile.capture.allow_fallback)
     targets, target_lanes = [], []
     for t, device in enumerate(target_devices):
-        target = Target(models[device], plan.shape.target_layer_ids, max_context)
+        target = Target(models[device], plan.shape.target_layer_ids, max_context, profile.target.forward)
+        if target.fused is None:
+            require_fast_ops(models[device], device, profile.capture.allow_fallback)
         target.check_against_module()
         batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device)
         targets.append(target)

@@ -33,6 +33,7 @@ class RunSection:
 class TargetSection:
     model: str = "smollm2"  # smollm2, random:SHAPE, a folder, a hub name
     dtype: str = choice("float32", "bfloat16")  # of the target and of the drafter's arithmetic; masters are float32
+    forward: str = choice("auto", "fused", "module")  # auto: fused kernels where the family has them, else its module
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class OptimSection:
     weight_decay: float = 0.0
     clip: float = 1.0
     accumulate: int = 1  # micro-steps in a step, over all drafters
+    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) that end the run; 0: never
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ MOST_BUCKETS = 64
 # Ops that have several implementations, as their kernels show (capture/families.py).
 OPS = {
     "gated_delta": ("fla",),
-    "causal_conv": ("causal_conv1d", "fla"),
+    "causal_conv": ("causal_conv1d", "fla", "draftgraph"),
     "attention": ("cudnn", "flash", "efficient"),
 }
 
@@ -162,7 +164,7 @@ NOT_NEGATIVE = {
         "init_std",
     ],
     "placement": ["look_ahead"],
-    "optim": ["warmup", "eps", "weight_decay"],
+    "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
     "checkpoint": ["every"],
 }
 

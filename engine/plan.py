@@ -64,16 +64,19 @@ class Plan:
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that resumes from it."""
+        optim = dataclasses.asdict(self.profile.optim)
+        del optim["max_skipped"]  # when to give up
         made_of = {
             "seed": self.profile.run.seed,
             "steps": self.profile.run.steps,
             "target": dataclasses.asdict(self.profile.target),
+            "tokenizer": self.rows.fingerprint,
             "data": self.rows.digest,
             "reuse": self.profile.drafter.reuse,
             "draw": dataclasses.asdict(self.draw),
             "buckets": [b.name for b in self.buckets],
             "loss": dataclasses.asdict(self.rule),
-            "optim": dataclasses.asdict(self.profile.optim),
+            "optim": optim,
             "drafter": dataclasses.asdict(self.shape),
         }
         return json.loads(json.dumps(made_of))  # as a checkpoint gives it back: lists for tuples

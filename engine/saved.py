@@ -1,5 +1,6 @@
 """Drafters as `eval` and `export` find them, in a run folder or exported, and the evaluation of one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,20 @@ class SavedDrafter:
     profile: Profile | None  # of the run
 
 
-def load_saved(source: Path) -> SavedDrafter:
-    """Read the newest checkpoint of a run folder, or an exported drafter.
+def load_saved(source: Path, say: Callable[[str], None] = lambda _: None) -> SavedDrafter:
+    """Read the newest good checkpoint of a run folder, or an exported drafter.
 
+    Args:
+        say: receives which checkpoint it is, and which newer ones are damaged.
     Raises:
         UsageError: the folder is neither. RunError, DataError: a file in it is damaged.
     """
     if (source / "profile.toml").is_file():
         profile = load_profile(str(source / "profile.toml"))
         shape = drafter_shape(profile, load_config(profile.target.model))
-        scalars, tensors = checkpoint.read(checkpoint.newest(source / "checkpoints"))
+        newest = checkpoint.newest(source / "checkpoints", say)
+        scalars, tensors = checkpoint.read(newest)
+        say(f"the drafter of step {scalars['step']} ({newest})")
         state = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
         found = SavedDrafter(Drafter(shape, 1), profile.target.model, scalars["step"], profile)
     elif (source / "config.json").is_file():

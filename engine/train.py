@@ -4,7 +4,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,16 +24,23 @@ from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunEr
 from draftgraph.engine.evidence import devices_before
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.progress import progress_bar
-from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run import checkpoint, signals
+from draftgraph.engine.run.disk import write_text
+from draftgraph.engine.run.health import Health
 from draftgraph.engine.run.metrics import LateFigures, Tally
-from draftgraph.engine.run.scheduler import Scheduler
+from draftgraph.engine.run.scheduler import Rig, Scheduler, Source
+from draftgraph.engine.run.streams import phase
+from draftgraph.engine.run.writer import CheckpointWriter
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
+from draftgraph.profiles.ranges import nvtx_range
 
 
-def open_run(folder: Path, plan: Plan, resume: bool) -> None:
+def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
     """Check that a run may start or go on in a locked folder; its profile is written only then.
 
+    Returns:
+        The checkpoint to go on from.
     Raises:
         RunError: it holds a run and --resume was not given, or the other way round, or the run is another one.
     """
@@ -45,15 +51,21 @@ def open_run(folder: Path, plan: Plan, resume: bool) -> None:
         raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
     if started and not resume:
         raise RunError(f"{folder} already holds a run; add --resume to go on with it, or name another --run folder")
+    newest = None
     if resume:
-        newest = checkpoint.newest(checkpoints)
-        checkpoint.check_identity(newest, plan.identity)
-        if checkpoint.read_scalars(newest)["step"] >= plan.profile.run.steps:
+
+        def say(line: str) -> None:
+            console.print(line, markup=False)
+
+        newest = checkpoint.newest(checkpoints, say)
+        checkpoint.check_identity(newest, plan.identity, say)
+        if checkpoint.step_of(newest) >= plan.profile.run.steps:
             raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
     try:
-        (folder / "profile.toml").write_text(to_toml(plan.profile))
+        write_text(profile_file, to_toml(plan.profile))
     except OSError as error:
         raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
+    return newest
 
 
 def is_resolved(path: Path) -> bool:
@@ -120,7 +132,7 @@ def warm_engine(
         engine = build(plan, lambda line: console.print(line, markup=False))
         with progress_bar(console) as progress:
             evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
-        (folder / "warmup.json").write_text(json.dumps(evidence, indent=1) + "\n")
+        write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         tuning.save(tuned)
         yield engine, evidence
         # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.
@@ -141,62 +153,76 @@ def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
 def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dict[str, Any]:
     """Warm up, then the run; returns the summary of `draftgraph train`."""
     plan = make_plan(profile)
-    with locked(folder):
-        open_run(folder, plan, resume)
+    with locked(folder), signals.usr1_ignored():
+        start = open_run(folder, plan, resume, console)
+        plan.rows.verify()
         with warm_engine(plan, folder, console, resume) as (engine, evidence):
-            return run(engine, evidence, folder, resume, console)
+            return run(engine, evidence, folder, start, console)
 
 
-def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, console: Console) -> dict[str, Any]:
+def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
+    Args:
+        start: the checkpoint to go on from.
     Raises:
         RunError: a checkpoint cannot be read or written; the steady state broke and capture.watch is strict.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     profile, plan = engine.plan.profile, engine.plan
-    checkpoints = folder / "checkpoints"
-    first_step = 0
-    if resume:
-        first_step = checkpoint.restore(checkpoint.newest(checkpoints), engine.rig.drafters)["step"]
+    first_step = skipped = 0
+    if start is not None:
+        scalars = checkpoint.restore(start, engine.rig.drafters)
+        first_step, skipped = scalars["step"], scalars["skipped"]
         console.print(f"going on after step {first_step}")
     first_micro_step = first_step * profile.optim.accumulate
-    tally = Tally(plan.shape.block_size, folder / "metrics.jsonl", first_step)
+    log = folder / "metrics.jsonl"
+    tally = Tally(plan.shape.block_size, log, first_step)
     watch = SteadyWatch(engine.devices)
-    with engine.loader(first_micro_step // profile.drafter.reuse) as (loader, rig), interrupts() as interrupted:
-        scheduler = Scheduler(
-            rig, loader, plan.lengths, profile.drafter.reuse, profile.optim.accumulate, first_micro_step
-        )
-        lead = rig.drafters[0]
-        # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
-        depth = rig.max_in_flight * profile.drafter.reuse // profile.optim.accumulate + 2
-        late = LateFigures(lead.published.numel(), lead.device, depth)
+    writer = CheckpointWriter(
+        folder / "checkpoints",
+        log,
+        engine.rig.drafters,
+        plan.identity,
+        profile.checkpoint.keep,
+        first_step if start else -1,
+    )
+    health = Health(
+        profile.optim.max_skipped,
+        skipped,
+        engine.rows_of,
+        lambda: writer.last_step,
+        lambda line: console.print(line, markup=False),
+    )
+    loading = engine.loader(first_micro_step // profile.drafter.reuse)
+    with loading as (loader, rig), signals.listen() as requests, writer:
+        scheduler, late = schedule(plan, rig, loader, first_micro_step)
         step, started = first_step, time.perf_counter()
         watch.open(step)
 
         def save() -> None:
             scheduler.drain()
-            tally.add(late.finished(wait=True))
-            checkpoint.save(
-                checkpoints, step, rig.drafters, scheduler.micro_step, plan.identity, profile.checkpoint.keep
-            )
+            health.look(tally.add(late.finished(wait=True)))
+            plan.rows.check_unchanged()
+            scheduler.copied = writer.save(step, scheduler.micro_step)
 
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
             try:
-                while step < profile.run.steps and not interrupted:
+                while step < profile.run.steps and not requests.stop:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
-                        while step < segment_end and not interrupted and not broken(watch, profile):
-                            scheduler.step()
+                        while step < segment_end and not requests and not broken(watch, profile):
+                            issue(scheduler, late, step + 1)
                             step += 1
-                            late.publish(step, lead.published, lead.lane.stream)
-                            tally.add(late.finished())
+                            health.look(tally.add(late.finished()))
+                            writer.poll()
                             if step % profile.log.every == 0 or step == segment_end:
                                 for line in watch.mark(step):
                                     console.print(Text(line, style="bold red"))
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
                                 progress.update(task, completed=step, description=tally.headline(rate))
+                    requests.checkpoint = False
                     save()
                     progress.update(task, completed=step)
                     if broken(watch, profile):
@@ -230,6 +256,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
         "late_compilations": watch.late_compilations,
         "late_captures": watch.late_captures,
         "steady_state": "; ".join(watch.findings) or "as warm-up left it",
+        "checkpoint_pause_ms_max": writer.pause_ms_max,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
         "seconds": seconds,
@@ -240,11 +267,30 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, resume: bool, co
     if tally.skipped:
         console.print(
             f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "
-            "Lower optim.lr, or look at the rows with `draftgraph prepare --show`"
+            "Lower optim.lr, or look at the rows of the steps that are named above"
         )
     if step < profile.run.steps:
         raise Interrupted(f"stopped after step {step} of {profile.run.steps}, checkpoint written; go on with --resume")
     return summary
+
+
+def schedule(plan: Plan, rig: Rig, source: Source, first_micro_step: int) -> tuple[Scheduler, LateFigures]:
+    """What issues the steps of a warmed-up rig, and what brings their figures back."""
+    reuse, accumulate = plan.profile.drafter.reuse, plan.profile.optim.accumulate
+    lead = rig.drafters[0]
+    # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
+    depth = rig.max_in_flight * reuse // accumulate + 2
+    late = LateFigures(lead.published.numel(), lead.device, depth)
+    return Scheduler(rig, source, plan.lengths, reuse, accumulate, first_micro_step), late
+
+
+def issue(scheduler: Scheduler, late: LateFigures, step: int) -> None:
+    """Issue one step, and send its figures on their way."""
+    lead = scheduler.rig.drafters[0]
+    with nvtx_range("scheduler", "step"):
+        scheduler.step()
+        with phase(lead.lane, "metrics"):
+            late.publish(step, lead.published, lead.lane.stream)
 
 
 def broken(watch: SteadyWatch, profile: Profile) -> bool:
@@ -256,21 +302,3 @@ def next_checkpoint(step: int, profile: Profile) -> int:
     """The step after which the next checkpoint is written."""
     every = profile.checkpoint.every or profile.run.steps
     return min((step // every + 1) * every, profile.run.steps)
-
-
-@contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that the step can finish; a second one ends the process at once."""
-    received: list[int] = []
-
-    def receive(number: int, _: object) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -19,7 +19,6 @@ from draftgraph.engine.build import Engine
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import CaptureError
 from draftgraph.engine.evidence import DeviceBefore, check_ops, device_row, graph_rows, lane_rows
-from draftgraph.engine.models.target import resolved_ops
 from draftgraph.engine.run.buffers import BatchViews
 from draftgraph.engine.run.lanes import DrafterLane
 
@@ -98,7 +97,7 @@ def warm_up(
         "lanes": lane_rows(lanes, graphs),
         "devices": [device_row(d, graphs, before[str(d)], persistent[d]) for d in engine.devices],
         "pool_bytes": sum(row["pool_bytes"] or 0 for row in graphs) if captured else None,
-        "ops": resolved_ops(engine.targets[0].model, engine.targets[0].device),
+        "ops": engine.targets[0].ops,
         "seconds": round(sum(phases.seconds.values()), 3),
         "seconds_by_phase": {name.replace(" ", "_"): round(value, 3) for name, value in phases.seconds.items()},
         "verified": True,

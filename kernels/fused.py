@@ -1,9 +1,24 @@
-"""The Triton kernels under one name, as `reference` holds their twins: `ops = fused if x.is_cuda else reference`."""
+"""The kernels under one name, as `reference` holds their twins: `ops = fused if x.is_cuda else reference`."""
 
 from draftgraph.kernels.adamw import adamw_
 from draftgraph.kernels.anchor_attention import anchor_attention
+from draftgraph.kernels.causal_conv import causal_conv
+from draftgraph.kernels.gated_delta import gated_delta
+from draftgraph.kernels.gates import gated_rms_norm, sigmoid_gate
 from draftgraph.kernels.rms_norm import add_rms_norm, rms_norm
 from draftgraph.kernels.rope import norm_rope, norm_rope_split
 from draftgraph.kernels.swiglu import swiglu
 
-__all__ = ["adamw_", "add_rms_norm", "anchor_attention", "norm_rope", "norm_rope_split", "rms_norm", "swiglu"]
+__all__ = [
+    "adamw_",
+    "add_rms_norm",
+    "anchor_attention",
+    "causal_conv",
+    "gated_delta",
+    "gated_rms_norm",
+    "norm_rope",
+    "norm_rope_split",
+    "rms_norm",
+    "sigmoid_gate",
+    "swiglu",
+]

@@ -7,6 +7,7 @@ never lets data choose a shape, so it can be captured as well. It does not try t
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -185,4 +186,69 @@ def norm_rope_split(
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; see swiglu.swiglu."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def causal_conv(x: Tensor, weight: Tensor, normalise: bool) -> Tensor:
+    """Convolve every channel with its own past, apply SiLU, bring heads to length 1; see causal_conv.causal_conv."""
+    R, S, H, C = x.shape
+    compute = torch.promote_types(x.dtype, torch.float32)
+    channels = x.flatten(2).transpose(1, 2).to(compute)
+    width = weight.shape[1]
+    y = F.silu(F.conv1d(channels, weight.to(compute)[:, None], padding=width - 1, groups=H * C)[..., :S])
+    y = y.transpose(1, 2).view(R, S, H, C)
+    if normalise:
+        y = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
+    return y.to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of each head, times weight, times silu(gate); see gates.gated_rms_norm."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(compute)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(compute)
+    return (y * F.silu(gate.to(compute))).flatten(2).to(x.dtype)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), heads joined; see gates.sigmoid_gate."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(compute) * gate.to(compute).sigmoid()).flatten(2).to(x.dtype)
+
+
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """The gated delta rule, 64 tokens at a time; see gated_delta.gated_delta.
+
+    Within a chunk each token's correction depends on those before it: (I + L) corrections = beta * (v - what the memory
+    held), with L[i, j] = beta_i * (k_i . k_j) * decay from j to i, strictly lower triangular.
+    Source: the chunked form of the Gated DeltaNet paper (arXiv 2412.06464).
+    """
+    S, (HV, CV), group = q.shape[1], v.shape[2:], v.shape[2] // q.shape[2]
+    compute = torch.promote_types(q.dtype, torch.float32)
+    chunk, dtype = 64, q.dtype
+    log_decay = -A_log.to(compute).exp() * F.softplus(a.to(compute) + dt_bias.to(compute))
+
+    def chunked(x: Tensor) -> Tensor:
+        """[R, S, HV, ...] as [R, HV, chunks, 64, ...], zeros after the last token."""
+        x = F.pad(x.to(compute).transpose(1, 2), (0, 0, 0, -S % chunk))
+        return x.unflatten(2, (-1, chunk))
+
+    q, k = (chunked(x.repeat_interleave(group, 2)) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    v, beta, log_decay = chunked(v), chunked(b.to(compute).sigmoid()[..., None]), chunked(log_decay[..., None])
+    since_start = log_decay.cumsum(3)
+    pairs = (since_start - since_start.transpose(3, 4)).tril().exp().tril()  # [..., i, j]: decay from j to i
+    lower = (beta * (k @ k.transpose(3, 4)) * pairs).tril(-1)
+    written, expected = torch.linalg.solve_triangular(
+        lower, torch.cat([beta * v, beta * since_start.exp() * k], -1), upper=False, unitriangular=True
+    ).split([CV, k.shape[-1]], -1)
+    scores = (q @ k.transpose(3, 4)) * pairs
+    read, keep = q * since_start.exp(), since_start[..., -1:, :]
+    carried = k * (keep - since_start).exp()
+    memory = q.new_zeros(q.shape[0], HV, q.shape[-1], CV)
+    out = torch.empty_like(v)
+    for n in range(v.shape[2]):
+        correction = written[:, :, n] - expected[:, :, n] @ memory
+        out[:, :, n] = read[:, :, n] @ memory + scores[:, :, n] @ correction
+        memory = memory * keep[:, :, n].exp() + carried[:, :, n].transpose(2, 3) @ correction
+    return out.flatten(2, 3)[:, :, :S].transpose(1, 2).contiguous().to(dtype)

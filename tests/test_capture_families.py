@@ -14,6 +14,12 @@ SEEN = {
     "anchor_context_gradient_kernel": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x256_4x1x1_kernel0_0": "attention",
     "void causal_conv1d_channellast_fwd_kernel<Causal_conv1d_channellast_fwd_kernel_traits<128, 4>>": "causal_conv",
+    "causal_conv_kernel": "causal_conv",
+    "gate_kernel": "activation",
+    "norm_rope_kernel": "norm",
+    "swiglu_kernel": "activation",
+    "gdn_gate_chunk_cumsum_scalar_kernel": "gated_delta",
+    "fused_beta_sigmoid_fwd_kernel": "activation",
     "softmax_gradient_kernel": "cross_entropy",
     "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<c10::BFloat16, float>": "norm",
     "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)": "copy",
@@ -42,7 +48,7 @@ def test_families_add_up_and_the_most_frequent_comes_first():
 def test_kernels_show_which_package_implements_an_op():
     assert implementations(SEEN) == {
         "attention": ["anchor", "cudnn"],
-        "causal_conv": ["causal_conv1d"],
+        "causal_conv": ["causal_conv1d", "draftgraph"],
         "gated_delta": ["fla"],
     }
     assert implementations({"causal_conv1d_fwd_kernel": 1}) == {"causal_conv": ["fla"]}

@@ -54,6 +54,20 @@ def test_a_choice_that_was_not_saved_is_refused_by_name(tuner, tmp_path):
         tuning.refuse_new(saved)
 
 
+def test_another_choice_than_the_saved_one_and_a_damaged_file_are_refused(tuner, tmp_path):
+    path = tmp_path / "tuning.json"
+    tuner.cache[(64,)] = CANDIDATES[0]
+    tuning.save(path)
+    saved = tuning.restore(path)
+    tuner.cache[(64,)] = CANDIDATES[1]
+    with pytest.raises(CaptureFailure, match=r"tuned anew for \[64\]"):
+        tuning.refuse_new(saved)
+    for damage in (path.read_text()[:-9], '{"fla.a_test.copy_kernel": {"[64]": {"warps": 1}}}', "[]"):
+        path.write_text(damage)
+        with pytest.raises(CaptureFailure, match=r"cannot read what kernels tuned themselves to.*Remove the file"):
+            tuning.restore(path)
+
+
 def test_nothing_is_written_where_nothing_was_tuned(tuner, tmp_path):
     tuning.save(tmp_path / "tuning.json")
     assert not (tmp_path / "tuning.json").exists()

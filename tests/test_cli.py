@@ -20,6 +20,7 @@ INTERFACE = {
     "plan": ["profile", "--run", "--set", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
+    "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
     "export": ["source", "--out", "--format", "--target", "--json"],
     "regenerate": ["prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--json"],
@@ -122,7 +123,7 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("run.seed=99999999999999999999", "below 2,147,483,648"),
         ("optim.eps=nan", "finite number"),
         ("capture.ops={attentoin='cudnn'}", "did you mean 'attention'"),
-        ("capture.ops={causal_conv='fla_conv'}", "capture.ops.causal_conv is one of causal_conv1d, fla"),
+        ("capture.ops={causal_conv='fla_conv'}", "capture.ops.causal_conv is one of causal_conv1d, fla, draftgraph"),
         ("capture.ops={attention=1}", "takes names"),
         ("capture.watch=stric", "did you mean 'strict'"),
         ("optim.warmup=100", "from 0 to 1"),
@@ -254,7 +255,9 @@ def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", profile_file(tmp_path), "--run", str(run)]) == 0
     assert main(["export", str(run), "--out", str(tmp_path / "drafter"), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    assert "the drafter of step 6" in err
+    summary = json.loads(out.splitlines()[-1])
     assert summary["format"] == "zlab" and summary["tensors"] == 3 + 11 * 2
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4

@@ -87,10 +87,38 @@ def test_a_killed_data_process_is_an_error_and_never_a_hang():
                 loader.next()
 
 
+def test_a_data_process_that_hangs_is_ended_and_an_error(monkeypatch):
+    monkeypatch.setattr("draftgraph.engine.data.loader._HANG_SECONDS", 0.5)
+    with Loader(ROWS, SCHEDULE, LAYOUTS, DRAW, num_slots=2) as loader:
+        loader._arrival.poll(60_000)  # it has started
+        os.kill(loader._process.pid, signal.SIGSTOP)
+        with pytest.raises(DataError, match=r"nothing for 0.5 s"):
+            for _ in range(4):
+                loader.next()
+                loader.release()
+    assert loader._process.returncode == -signal.SIGKILL
+
+
+def test_shards_that_were_written_anew_are_refused_by_the_data_process(tmp_path):
+    def write():
+        with ShardWriter(tmp_path / "a", vocab_size=64, fingerprint="", max_context=64) as writer:
+            writer.append(np.arange(8), np.ones(8))
+            writer.finish({})
+
+    write()
+    reader = ShardReader(tmp_path / "a")
+    write()
+    schedule = Schedule(np.zeros(1, dtype=int), (Bucket(1, 16, 8),), 0)
+    layouts = [SlotLayout(schedule.buckets[0])]
+    with Loader(reader, schedule, layouts, DRAW, num_slots=2) as loader, pytest.raises(DataError, match="changed on"):
+        loader.next()
+
+
 def test_ctrl_c_does_not_reach_the_data_process():
     with Loader(ROWS, SCHEDULE, LAYOUTS, DRAW, num_slots=2) as loader:
         loader.next()
-        os.kill(loader._process.pid, signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(loader._process.pid, number)
         loader.release()
         for _ in range(5):
             loader.next()

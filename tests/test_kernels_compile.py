@@ -141,12 +141,12 @@ def compile_adamw(capability: int) -> dict[str, int]:
 
 
 def compile_fused(capability: int) -> dict[str, int]:
-    """Shared memory in bytes of norms, rotary heads and SwiGLU, in bfloat16 with every optional input."""
+    """Shared memory in bytes of the fused elementwise kernels in bfloat16, with every optional input."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from draftgraph.kernels import rms_norm, rope, swiglu
+    from draftgraph.kernels import causal_conv, gates, rms_norm, rope, swiglu
 
     jobs: list = []
     for size in (64, 1024, 5120):
@@ -160,8 +160,10 @@ def compile_fused(capability: int) -> dict[str, int]:
         jobs += [(k, constants, rope.NUM_WARPS) for k in (rope.norm_rope_kernel, rope.norm_rope_gradient_kernel)]
     for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_gradient_kernel):
         jobs.append((kernel, {"BLOCK_F": swiglu.BLOCK_F}, swiglu.NUM_WARPS))
+    heads = {"C": 128, "NORMALISE": True, "BLOCK_C": 128, "BLOCK_S": 32}
+    jobs += [(gates.gate_kernel, heads, 4), (causal_conv.causal_conv_kernel, {**heads, "WIDTH": 4}, 4)]
     others = {"positions": "*i64", "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "eps": "fp32"}
-    others |= dict.fromkeys(("M", "D", "P", "F"), "i32")
+    others |= dict.fromkeys(("M", "D", "P", "F", "S"), "i32")
     shared_bytes = {}
     for kernel, constants, num_warps in jobs:
         names = kernel.arg_names

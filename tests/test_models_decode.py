@@ -8,7 +8,8 @@ from torch import Tensor
 from draftgraph.engine.models.decode import CachedTarget, decode_plain, decode_speculative
 from draftgraph.engine.models.drafter import Drafter, DrafterShape, block_tokens
 from draftgraph.engine.models.loss import LossRule, dflash_loss
-from draftgraph.engine.models.target import Target, choose_ops_by_device
+from draftgraph.engine.models.ops import choose_ops_by_device
+from draftgraph.engine.models.target import Target
 
 VOCAB, HIDDEN, TAPS, PROMPT, NEW = 32, 32, (0, 2), 7, 24
 FAMILIES = ("llama", "qwen3", "qwen3_5_text", "gemma3_text")

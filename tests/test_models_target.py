@@ -9,7 +9,8 @@ from tiny import SHAPES, VOCAB, WINDOW, write_target
 
 from draftgraph.engine.errors import CaptureError, UsageError
 from draftgraph.engine.models.layers import band
-from draftgraph.engine.models.target import Target, by_device, load_model, load_tokenizer
+from draftgraph.engine.models.ops import by_device
+from draftgraph.engine.models.target import Target, load_model, load_tokenizer
 
 CPU = torch.device("cpu")
 TAPS = (1, 4)

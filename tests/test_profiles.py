@@ -1,4 +1,4 @@
-"""Receipts and ranges: what cannot be found out is None, and a receipt is whole or not there."""
+"""Receipts and profiles: what cannot be found out is None, and a receipt is whole or not there."""
 
 import json
 
@@ -6,7 +6,6 @@ import pytest
 
 from draftgraph.profiles import measure
 from draftgraph.profiles.load import ProfileNotFound, read_profile, shipped
-from draftgraph.profiles.ranges import nvtx_range
 
 
 def test_a_receipt_names_machine_versions_commit_and_profile():
@@ -30,17 +29,6 @@ def test_a_receipt_replaces_an_older_one_and_leaves_nothing_else(tmp_path):
         measure.write_receipt(path, {"value": value})
     assert json.loads(path.read_text()) == {"value": 2}
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
-
-
-def test_ranges_nest_and_survive_an_error():
-    with (
-        pytest.raises(KeyError),
-        nvtx_range("target 0", "replay", "r4-s64-a8", "cuda:0"),
-        nvtx_range("target 0", "copy"),
-    ):
-        raise KeyError
-    with nvtx_range("scheduler", "reduce"):
-        pass
 
 
 def test_a_profile_is_found_by_name_or_path_and_else_the_names_are_said(tmp_path):

@@ -33,7 +33,8 @@ from draftgraph.engine.config import Profile
 from draftgraph.engine.data.schedule import MicroBatch
 from draftgraph.engine.data.shards import Selected
 from draftgraph.engine.errors import RunError
-from draftgraph.engine.models.target import Target, load_model, require_fast_ops
+from draftgraph.engine.models.ops import require_fast_ops
+from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.run.buffers import BatchBuffer
 from draftgraph.engine.run.lanes import TargetLane
@@ -214,8 +215,10 @@ def target(bench: Bench) -> Result:
     bench.say(f"target: loading {profile.target.model}")
     with readable_errors(plan):
         model = load_model(profile.target.model, dtype, device, profile.run.seed)
-        require_fast_ops(model, device, profile.capture.allow_fallback)
-        extractor = Target(model, plan.shape.target_layer_ids, max(bucket.context for bucket in buckets))
+        max_context = max(bucket.context for bucket in buckets)
+        extractor = Target(model, plan.shape.target_layer_ids, max_context, profile.target.forward)
+        if extractor.fused is None:
+            require_fast_ops(model, device, profile.capture.allow_fallback)
         extractor.check_against_module()
         layouts = {bucket: plan.layouts[bucket] for bucket in buckets}
         batch = BatchBuffer(layouts, plan.taps_size, dtype, device)

@@ -1,9 +1,9 @@
 """The data process: collates micro-batches ahead of the training thread, into slots of shared memory.
 
 Promises: micro-batches come in the schedule's order; only bytes cross, the main process knows from its own schedule
-what is in them. A process that dies or raises is a DataError at the next `next`, never a hang. It imports numpy and no
-torch, is started afresh (exec, never a fork of the training process), ignores SIGINT and SIGTERM, and ends when its
-parent does.
+what is in them. A process that dies, raises or hangs is a DataError at the next `next`. It imports numpy and no
+torch, is started afresh (exec, never a fork of the training process), ignores SIGINT, SIGTERM and SIGUSR1, and ends
+when its parent does.
 
 How: one anonymous shared memory mapping holds the ring of slots; slot = micro-batch mod slots. Two pipes are its
 semaphores: the main process sends a byte for each free slot and the data process one for each full slot, so that the
@@ -13,6 +13,7 @@ end of either closes the other's pipe.
 import mmap
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -27,8 +28,11 @@ from draftgraph.engine.data.anchors import AnchorDraw
 from draftgraph.engine.data.collate import Rows, SlotLayout, collate
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import DataError, DraftgraphError
+from draftgraph.profiles.ranges import nvtx_range
 
 _FREE, _READY, _FAILED = b"f", b"r", b"e"
+# Collating a micro-batch takes milliseconds; a shared disk may stall for a minute.
+_HANG_SECONDS = 300
 _PROGRAM = "from draftgraph.engine.data.loader import serve; serve()"
 
 
@@ -92,6 +96,9 @@ class Loader:
             self._send(pickle.dumps(work) + _FREE * num_slots)
         finally:
             os.close(memory)
+        assert self._process.stdout is not None
+        self._arrival = select.poll()
+        self._arrival.register(self._process.stdout, select.POLLIN)
         self._batches = schedule.at(first)
         self._taken = 0
         self._released = 0
@@ -100,6 +107,12 @@ class Loader:
         """Wait for the next micro-batch: the slot it lies in, and what it is."""
         assert self._taken - self._released < len(self.buffers), "every slot is taken: release one first"
         assert self._process.stdout is not None
+        if not self._arrival.poll(1000 * _HANG_SECONDS):
+            self._process.kill()
+            raise DataError(
+                f"the data process has given nothing for {_HANG_SECONDS} s and was ended; is the disk of the shards "
+                "still there? Go on with --resume"
+            )
         if self._process.stdout.read(1) != _READY:
             raise DataError(self._reason())
         slot = self._taken % len(self.buffers)
@@ -153,7 +166,7 @@ class Loader:
 def serve() -> None:
     """The data process: collate micro-batches into free slots until the parent closes the pipe."""
     # A signal to the whole process group is the training process's to answer; this one ends when its pipe closes.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     with os.fdopen(os.dup(0), "rb") as free, os.fdopen(os.dup(1), "wb", buffering=0) as ready:
         # What anything prints goes to the log, not into the pipe.
@@ -175,5 +188,6 @@ def _collate_all(work: _Work, free: BinaryIO, ready: BinaryIO) -> None:
     for number, batch in enumerate(work.schedule.at(work.first)):
         if free.read(1) != _FREE:
             return
-        collate(batch, work.rows, views[number % work.num_slots][batch.bucket_index], work.draw)
+        with nvtx_range("data", "collate", work.layouts[batch.bucket_index].bucket.name):
+            collate(batch, work.rows, views[number % work.num_slots][batch.bucket_index], work.draw)
         ready.write(_READY)

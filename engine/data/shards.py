@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from draftgraph.engine.data.anchors import count_valid_anchors
+from draftgraph.engine.data.intact import Stamps, check_stamps, checksum, stamps_of
 from draftgraph.engine.errors import DataError
 
 PICTURE = "lengths.svg"
@@ -125,6 +127,7 @@ class ShardReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._stamps = stamps_of(self.folder)
         self.facts = _read_facts(self.folder)
         self.vocab_size: int = self.facts["vocab_size"]
         self.fingerprint: str = self.facts["fingerprint"]
@@ -156,8 +159,22 @@ class ShardReader:
             )
         return np.asarray(ids), np.asarray(self._shards[shard]["mask"][part]) != 0
 
-    def __reduce__(self) -> tuple[type["ShardReader"], tuple[Path]]:
-        return ShardReader, (self.folder,)
+    def __reduce__(self) -> tuple[Callable, tuple[Path, Stamps]]:
+        return _reopened, (self.folder, self._stamps)
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on where a file changed since it was opened; it reads no content."""
+        check_stamps(self.folder, self._stamps)
+
+    def verify(self) -> None:
+        """Compare every byte with the checksum that the writer took.
+
+        Raises:
+            DataError: it differs.
+        """
+        arrays = [(shard["tokens"], shard["mask"]) for shard in self._shards]
+        if checksum(arrays, self._offsets, self._first_rows) != self.facts["checksum"]:
+            raise DataError(f"{self.folder}: damaged: its content is not what was written; run prepare again")
 
     def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
         """How many valid anchors each row has, [rows] int64; streams over the masks."""
@@ -176,7 +193,7 @@ class ShardReader:
     def _open(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
         try:
             array = np.load(self.folder / name, mmap_mode="r")
-        except (OSError, ValueError, EOFError) as error:
+        except Exception as error:  # numpy parses the header as Python text: a damaged one raises whatever that raises
             raise DataError(f"{self.folder / name}: damaged or missing: {error}; run prepare again") from error
         if array.dtype != dtype or array.shape != (length,):
             raise DataError(
@@ -184,6 +201,13 @@ class ShardReader:
                 "run prepare again"
             )
         return array
+
+
+def _reopened(folder: Path, stamps: Stamps) -> ShardReader:
+    reader = ShardReader(folder)
+    reader._stamps = stamps
+    reader.check_unchanged()
+    return reader
 
 
 @dataclass(frozen=True)
@@ -197,6 +221,10 @@ class RandomRows:
     @property
     def digest(self) -> str:
         return f"random {self.seed}"
+
+    @property
+    def fingerprint(self) -> str:
+        return "random"
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -250,28 +278,51 @@ def _read_facts(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not written by `draftgraph prepare`")
     if facts.get("version") != VERSION:
         raise DataError(f"{path}: version {facts.get('version')}, expected {VERSION}; run prepare again")
-    needed = {"rows", "tokens", "checksum", "vocab_size", "fingerprint", "target", "max_context", "shards"}
-    if not needed <= facts.keys() or not facts["shards"]:
-        raise DataError(f"{path}: damaged: keys are missing; run prepare again")
+    if not _is_complete(facts):
+        raise DataError(f"{path}: damaged: keys are missing or hold something else; run prepare again")
     return facts
+
+
+def _is_complete(facts: dict[str, Any]) -> bool:
+    try:
+        shards = [(shard["rows"], shard["tokens"]) for shard in facts["shards"]]
+        counts = [facts[key] for key in ("rows", "tokens", "checksum", "vocab_size", "max_context")]
+        texts = [facts[key] for key in ("fingerprint", "target")]
+    except (KeyError, TypeError):
+        return False
+    if not shards or any(type(count) is not int or count < 0 for count in (*counts, *sum(shards, ()))):
+        return False
+    totals = (facts["rows"], facts["tokens"])
+    return totals == tuple(map(sum, zip(*shards, strict=True))) and all(isinstance(text, str) for text in texts)
 
 
 class Selected:
     """Some rows of a source, renumbered from 0."""
 
     def __init__(self, source: "ShardReader | RandomRows | Selected", row_ids: np.ndarray) -> None:
-        self._source, self._row_ids = source, row_ids
+        self._source, self.row_ids = source, row_ids
         self.lengths: np.ndarray = source.lengths[row_ids]
         self.vocab_size: int = source.vocab_size
+        self.fingerprint: str = source.fingerprint
         self.digest: str = hashlib.sha256(self.lengths.tobytes() + source.digest.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return len(self._row_ids)
+        return len(self.row_ids)
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids [n] int32 and loss_mask [n] bool of one row."""
-        return self._source[int(self._row_ids[row])]
+        return self._source[int(self.row_ids[row])]
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on where a shard changed on disk; see ShardReader."""
+        if isinstance(self._source, ShardReader):
+            self._source.check_unchanged()
+
+    def verify(self) -> None:
+        """Refuse damaged shards; see ShardReader. It reads all of them."""
+        if isinstance(self._source, ShardReader):
+            self._source.verify()
 
     def valid_anchors(self, rule: str, block_size: int) -> np.ndarray:
         """How many valid anchors each row has, [rows] int64."""
-        return self._source.valid_anchors(rule, block_size)[self._row_ids]
+        return self._source.valid_anchors(rule, block_size)[self.row_ids]

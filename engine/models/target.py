@@ -1,4 +1,4 @@
-"""The frozen target: any Hugging Face causal LM, run as a loop over its own decoder layers up to the last tap.
+"""The frozen target: any Hugging Face causal LM, run up to the last tap: as a loop over its own layers, or fused.
 
 Promises: the same path eager and captured (no mask creation, no cache, no host syncs); every tap is written straight
 into a persistent buffer; layers after the last tap, the final norm and the lm_head do not run. At load the loop is
@@ -9,13 +9,10 @@ Does not do: padding masks. Rows are right-padded and every op is causal, so pad
 
 import functools
 import importlib.util
-import inspect
 import json
 import logging
 import os
-import sys
 import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +21,15 @@ import transformers
 from torch import Tensor
 
 from draftgraph.capture.syncs import count_syncs
-from draftgraph.engine.errors import CaptureError, UsageError
+from draftgraph.engine.errors import UsageError
+from draftgraph.engine.models.forward import choose_forward
+from draftgraph.engine.models.fused import relative_difference
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
+from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops
 from draftgraph.profiles.load import MODELS
 
 EMBEDDED = "smollm2"
 RANDOM_PREFIX = "random:"
-# Ops for which transformers resolves a GPU kernel once per process; on CPU tensors those kernels crash (seen with
-# transformers 5.24 and fla 0.6), so each call picks the kernel or its PyTorch twin by the device of its input.
-DEVICE_DEPENDENT_OPS = (
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-)
 
 
 def locate(name: str) -> tuple[str, dict[str, Any]]:
@@ -68,7 +60,7 @@ def load_tokenizer(name: str) -> Any:
     path, extra = locate(name)
     with quiet():
         try:
-            return transformers.AutoTokenizer.from_pretrained(path, **extra)
+            return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, **extra)
         except (OSError, ValueError) as error:
             raise UsageError(f"target.model: no tokenizer for {name!r}: {error}") from error
 
@@ -89,7 +81,7 @@ def load_config(name: str) -> Any:
     path_or_hub, extra = locate(name)
     with quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(path_or_hub, **extra)
+            config = transformers.AutoConfig.from_pretrained(path_or_hub, trust_remote_code=False, **extra)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"target.model: cannot read {name!r}: {error}. Give smollm2, random:SHAPE, a folder or a hub name"
@@ -116,7 +108,9 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
         path, extra = locate(name)
         with quiet():
             try:
-                model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **extra)
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, dtype=dtype, trust_remote_code=False, **extra
+                )
             except (OSError, ValueError) as error:
                 raise UsageError(f"target.model: cannot load {name!r}: {error}") from error
     choose_ops_by_device(model)
@@ -179,74 +173,26 @@ class device_defaults:
         torch.set_default_dtype(self.previous)
 
 
-def choose_ops_by_device(model: Any) -> None:
-    """Let the model's module call fla / causal-conv1d for CUDA tensors, PyTorch twins for CPU tensors."""
-    namespace = vars(sys.modules[type(model).__module__])
-    for name in DEVICE_DEPENDENT_OPS:
-        op = namespace.get(name)
-        if op is not None and not hasattr(op, "draftgraph_op"):
-            namespace[name] = by_device(op)
-
-
-def resolved_ops(model: Any, device: torch.device) -> dict[str, str]:
-    """Which implementation each device-dependent op of the model's module runs on `device`: op -> module.function."""
-    namespace = vars(sys.modules[type(model).__module__])
-    found = {}
-    for name in DEVICE_DEPENDENT_OPS:
-        op = getattr(namespace.get(name), "draftgraph_op", None)
-        if op is not None:
-            called = inspect.getclosurevars(op).nonlocals["implementation"] if device.type == "cuda" else twin_of(op)
-            found[name] = f"{called.__module__}.{called.__qualname__}"
-    return found
-
-
-def require_fast_ops(model: Any, device: torch.device, allowed: Sequence[str]) -> None:
-    """Refuse a GPU run in which an op fell back to PyTorch because its package is missing or does not import.
-
-    Raises:
-        CaptureError: with the package; `allowed` names packages that may be missing.
-    """
-    if device.type != "cuda":
-        return
-    for op, called in resolved_ops(model, device).items():
-        package = "causal_conv1d" if op.startswith("causal_conv1d") else "fla"
-        if called.startswith("transformers.") and package not in allowed:
-            distribution = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}[package]
-            raise CaptureError(
-                f"op {op} of target family {model.config.model_type!r} fell back to slow PyTorch code: {package} is "
-                f"missing or does not import. Install it (pip install {distribution}), or accept it by name: "
-                f'capture.allow_fallback = ["{package}"]'
-            )
-
-
-def by_device(op: Callable) -> Callable:
-    twin = twin_of(op)
-
-    def chosen(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return op(x, *args, **kwargs) if x.is_cuda else twin(x, *args, **kwargs)
-
-    chosen.draftgraph_op = op  # type: ignore[attr-defined]
-    return chosen
-
-
-def twin_of(op: Callable) -> Callable:
-    """The plain PyTorch function under transformers' choice of implementation."""
-    while hasattr(op, "__wrapped__"):
-        op = op.__wrapped__
-    return op
-
-
 class Target:
-    """Extraction of the tapped layers of one target on one device."""
+    """Extraction of the tapped layers of one target on one device; `forward` as in `choose_forward`."""
 
-    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], max_context: int):
+    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], max_context: int, forward: str = "module"):
         self.model = model
         self.decoder = model.get_decoder()
         self.target_layer_ids = target_layer_ids
         self.config = self.decoder.config
         self.device, self.dtype = next(model.parameters()).device, next(model.parameters()).dtype
         self.max_context = max_context
+        self.refuse_bad_weights()
         self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
+        self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides)
+
+    @property
+    def ops(self) -> dict[str, str]:
+        """What the evidence names: the forward, and the implementation of each op that depends on the device."""
+        if self.fused is not None:
+            return self.fused.resolved_ops()
+        return {"forward": "module", **resolved_ops(self.model, self.device)}
 
     @property
     def embedding(self) -> Tensor:
@@ -259,6 +205,24 @@ class Target:
         return self.model.get_output_embeddings().weight
 
     @torch.no_grad()
+    def refuse_bad_weights(self) -> None:
+        """Every weight must be finite; a NaN would reach every tap.
+
+        Raises:
+            UsageError: naming the tensors.
+        """
+        bad = []
+        for name, weight in self.model.named_parameters():
+            # The extremes hold a NaN where there is one, and take no memory.
+            if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+                bad.append(name)
+        if bad:
+            raise UsageError(
+                f"target.model: {len(bad)} of its tensors hold weights that are not finite, the first is {bad[0]}; "
+                "fetch or convert the model again"
+            )
+
+    @torch.no_grad()
     def extract(self, input_ids: Tensor, taps: Tensor) -> None:
         """Write the outputs of the tapped layers.
 
@@ -266,6 +230,10 @@ class Target:
             input_ids: [R, S] int64, right-padded with any valid id.
             taps: [R, S, N*D] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
         """
+        if self.fused is not None:
+            with torch.cuda.device_of(input_ids):  # where Triton launches; nothing on CPU
+                self.fused.extract(input_ids, taps)
+            return
         num_context = input_ids.shape[1]
         size = self.config.hidden_size
         x = self.decoder.embed_tokens(input_ids)
@@ -277,14 +245,14 @@ class Target:
 
     @torch.no_grad()
     def check_against_module(self) -> None:
-        """Compare the loop with the untouched module, in the target's dtype, and count its waits for a GPU.
+        """Compare with the untouched module, in the target's dtype, and count the waits for a GPU.
 
         Rows are twice as long as a window that hides something, or a wrong one would drown in rounding.
 
         Raises:
-            CaptureError: this family needs more than a loop over its layers, or cannot be captured.
+            CaptureError: this family needs more than a loop over its layers, cannot be captured, or is fused wrongly.
         """
-        num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 64)
+        num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 130)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (2, num_tokens), generator=generator).to(self.device)
         size = len(self.target_layer_ids) * self.config.hidden_size
@@ -294,20 +262,25 @@ class Target:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise unsupported(self.config, f"its layers cannot be called in a loop ({error})") from error
         states = self.decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        expected = torch.cat([states[i + 1] for i in self.target_layer_ids], -1)
-        # Per token: in many models the first one is so large that it would hide the others.
-        difference = ((taps - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+        if self.fused is not None:
+            with torch.cuda.device_of(ids):
+                self.fused.check_against_module(ids, states)
+        else:
+            self.check_loop(taps, torch.cat([states[i + 1] for i in self.target_layer_ids], -1))
+        if self.device.type == "cuda":
+            with count_syncs() as syncs:
+                self.extract(ids, taps)
+            if syncs.value:
+                raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
+
+    def check_loop(self, taps: Tensor, expected: Tensor) -> None:
+        difference = relative_difference(taps, expected).item()
         allowed = 2e-2 if self.dtype == torch.bfloat16 else 1e-4
         if not difference <= allowed:
             raise unsupported(
                 self.config,
                 f"a loop over its layers differs from its own forward by {difference:.1e} (allowed {allowed:.0e})",
             )
-        if self.device.type == "cuda":
-            with count_syncs() as syncs:
-                self.extract(ids, taps)
-            if syncs.value:
-                raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
 
     def remedy(self) -> str:
         """What makes the layers wait, where it is known."""

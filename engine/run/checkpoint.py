@@ -1,14 +1,18 @@
-"""Checkpoints: the drafter's masters, both moments and the position in the run; written whole or not at all.
+"""Checkpoints on disk: the drafter's masters, both moments and the position in the run.
 
-Promises: a checkpoint folder appears by one rename, after its files reached the disk; a resume continues bit for bit;
-the number of drafters may differ, since slices are joined before they are written.
+A checkpoint is a folder step-NNNNNN of `state.safetensors`, `state.json` and `manifest.json`, which holds the size and
+the SHA-256 of the other two.
+Promises: it appears by one rename, after its files reached the disk; one that is damaged in any way is passed over and
+named; the number of drafters may differ at a resume, since slices are joined before they are written.
 """
 
+import hashlib
 import json
-import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,36 +20,41 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftgraph.engine.errors import RunError
+from draftgraph.engine.run.disk import flush
 from draftgraph.engine.run.lanes import DrafterLane
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE, SCALARS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+FILES = (STATE, SCALARS)  # named by the manifest
+FORMAT, VERSION = "draftgraph-checkpoint", 1
+# What a resume may change: it is defined, and no longer gives the bits of an uninterrupted run.
+CHANGEABLE = ("optim.lr",)
 
 
-def save(folder: Path, step: int, drafters: Sequence[DrafterLane], micro_step: int, identity: dict, keep: int) -> Path:
-    """Write checkpoints/step-NNNNNN and drop the oldest beyond `keep`. The devices must be idle."""
-    first = drafters[0]
-    flats = {
-        "master": torch.cat([d.optimizer.master.cpu() for d in drafters]),
-        **{name: torch.cat([d.optimizer.state[name].cpu() for d in drafters]) for name in MOMENTS},
-    }
-    tensors = {f"{kind}.{name}": t for kind, flat in flats.items() for name, t in first.flat.named(flat).items()}
-    scalars = {
-        "step": step,
-        "micro_step": micro_step,
-        "updates": int(first.optimizer.state["step"].item()),
-        "skipped": int(first.optimizer.skipped.item()),
-        **identity,
-    }
+class Damage(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+def write(folder: Path, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], keep: int) -> None:
+    """Write one checkpoint from host tensors and drop the oldest beyond `keep`. Touches no device.
+
+    Raises:
+        RunError: the disk refused; older checkpoints are as they were.
+    """
     final = folder / f"step-{step:06d}"
     partial = folder / f".{final.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(tensors, partial / "state.safetensors")
-        (partial / "state.json").write_text(json.dumps(scalars, indent=1) + "\n")
+        save_file(dict(tensors), partial / STATE)
+        (partial / SCALARS).write_text(json.dumps(scalars, indent=1) + "\n")
+        files = {name: {"bytes": (partial / name).stat().st_size, "sha256": digest(partial / name)} for name in FILES}
+        manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (*partial.iterdir(), partial):
             flush(path)
-        shutil.rmtree(final, ignore_errors=True)
+        # Only a damaged one can be in the way: the run went on from an earlier checkpoint.
+        remove(final)
         partial.rename(final)
         flush(folder)
     except (OSError, SafetensorError) as error:
@@ -55,90 +64,144 @@ def save(folder: Path, step: int, drafters: Sequence[DrafterLane], micro_step: i
             "free some space, then go on with --resume"
         ) from error
     # Later ones are of a run that this one replaced: a resume went on from an earlier checkpoint.
-    earlier = [path for path in found(folder) if path < final]
-    later = [path for path in found(folder) if path > final]
+    earlier = [path for path in found(folder) if step_of(path) < step]
+    later = [path for path in found(folder) if step_of(path) > step]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
+        remove(path)
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove(path: Path) -> None:
+    """Drop a checkpoint in one step: what a kill leaves of it does not look like one."""
+    if path.exists():
+        hidden = path.with_name(f".{path.name}.removed.partial")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Drop what a killed run left half written or half removed."""
+    for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
-    return final
 
 
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def found(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / "state.json").is_file())
+    """All checkpoints, good or damaged, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
-def newest(folder: Path) -> Path:
-    """The newest checkpoint that can be read.
+def verify(path: Path) -> None:
+    """Compare every file with the manifest.
 
     Raises:
-        RunError: there is none.
+        Damage: saying which file, and what is wrong with it.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+            raise Damage(f"{MANIFEST} is of another format")
+        if manifest["step"] != step_of(path):
+            raise Damage(f"it holds step {manifest['step']}, whatever its name says")
+        for name in FILES:
+            expected, size = manifest["files"][name], (path / name).stat().st_size
+            if size != expected["bytes"]:
+                raise Damage(f"{name} has {size} bytes, expected {expected['bytes']}")
+            if digest(path / name) != expected["sha256"]:
+                raise Damage(f"{name} is not what was written: its SHA-256 differs from {MANIFEST}'s")
+    except FileNotFoundError as error:
+        raise Damage(f"{Path(error.filename).name} is missing") from error
+    except OSError as error:
+        raise Damage(f"{error.strerror}: {error.filename}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damage(f"{MANIFEST} is damaged") from error
+
+
+def newest(folder: Path, say: Callable[[str], None] = lambda _: None) -> Path:
+    """The newest checkpoint whose every byte is what was written.
+
+    Args:
+        say: receives one line where a newer one was passed over.
+    Raises:
+        RunError: there is none; each is named with the reason.
     """
     reasons = []
     for path in reversed(found(folder)):
         try:
-            read_scalars(path)
-            with safe_open(path / "state.safetensors", "pt") as file:
-                file.keys()
-            return path
-        except (OSError, RunError, SafetensorError) as error:
-            reasons.append(f"{path.name}: {error}")
+            verify(path)
+        except Damage as damage:
+            reasons.append(f"{path.name}: {damage}")
+            continue
+        if reasons:
+            say(f"passed over damaged checkpoints ({'; '.join(reasons)}); using {path.name}")
+        return path
     detail = f" ({'; '.join(reasons)})" if reasons else ""
     raise RunError(f"no usable checkpoint in {folder}{detail}; move its checkpoints away and start without --resume")
 
 
-def read_scalars(path: Path) -> dict:
+def read_scalars(path: Path) -> dict[str, Any]:
+    """The position and the identity in a checkpoint that `newest` found."""
     try:
-        scalars = json.loads((path / "state.json").read_text())
-        if not all(type(scalars[key]) is int for key in ("step", "micro_step", "updates", "skipped")):
-            raise ValueError("a count in state.json is not a whole number")
-        return scalars
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"cannot read checkpoint {path}: {error}; remove it and use --resume again") from error
+        return json.loads((path / SCALARS).read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read checkpoint {path}: {error}; was it removed just now? Try again") from error
 
 
-def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """A checkpoint's scalars and its tensors under KIND.PARAMETER.
-
-    Raises:
-        RunError: a file is damaged.
-    """
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The scalars of a checkpoint that `newest` found, and its tensors under KIND.PARAMETER."""
     scalars = read_scalars(path)
     try:
-        with safe_open(path / "state.safetensors", "pt") as file:
+        with safe_open(path / STATE, "pt") as file:
             return scalars, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (OSError, ValueError, SafetensorError) as error:
-        raise RunError(f"cannot read checkpoint {path}: {error}; remove it and use --resume again") from error
+        raise RunError(f"cannot read checkpoint {path}: {error}; was it removed just now? Try again") from error
 
 
-def check_identity(path: Path, identity: dict) -> None:
-    """Refuse to go on with another drafter, target, data, loss, schedule or seed.
+def check_identity(path: Path, identity: Mapping[str, Any], say: Callable[[str], None] = lambda _: None) -> None:
+    """Refuse to go on with another drafter, target, tokenizer, data, loss, schedule or seed.
 
+    Args:
+        say: receives one line for each difference that is allowed.
     Raises:
-        RunError: the field that differs is named.
+        RunError: the fields that differ are named, with both values.
     """
-    made_of = read_scalars(path)
-    for key, expected in identity.items():
-        if made_of.get(key) != expected:
-            raise RunError(
-                f"checkpoint {path} was made with {key} = {made_of.get(key)!r}, the profile gives {expected!r}; "
-                "resume with the run's own profile.toml, or start a new run"
-            )
+    scalars = read_scalars(path)
+    made_of, ours = leaves({key: scalars.get(key) for key in identity}), leaves(identity)
+    different = [key for key in {**ours, **made_of} if made_of.get(key) != ours.get(key)]
+    for key in (key for key in different if key in CHANGEABLE):
+        say(
+            f"{key} is {ours[key]!r}, was {made_of[key]!r} at {path.name}: from here on not the bits of an unbroken run"
+        )
+    refused = [
+        f"{key} = {made_of.get(key)!r} (the profile gives {ours.get(key)!r})"
+        for key in different
+        if key not in CHANGEABLE
+    ]
+    if refused:
+        raise RunError(
+            f"checkpoint {path} was made with {', '.join(refused)}; resume with the run's own profile.toml, or start "
+            "a new run"
+        )
 
 
-def restore(path: Path, drafters: Sequence[DrafterLane]) -> dict:
-    """Write a checkpoint into the drafters' persistent tensors and return its scalars.
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
 
-    Raises:
-        RunError: a file is damaged.
-    """
+
+def restore(path: Path, drafters: Sequence[DrafterLane]) -> dict[str, Any]:
+    """Write a checkpoint that `newest` found into the drafters' persistent tensors and return its scalars."""
     scalars, tensors = read(path)
     spans = drafters[0].flat.spans
     flats = {kind: torch.cat([tensors[f"{kind}.{name}"].flatten() for name in spans]) for kind in ("master", *MOMENTS)}

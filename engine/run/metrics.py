@@ -1,5 +1,6 @@
 """Sums that a step adds up on the device, and the figures that a user reads from them, late and without a sync."""
 
+import contextlib
 import json
 import math
 import time
@@ -12,7 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from draftgraph.engine.errors import RunError
 from draftgraph.engine.models.loss import LossSums
+from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.streams import Event, on
 
 # Layout of a sums vector [M]: these, then K-1 correct, then K-1 counted.
@@ -112,23 +115,34 @@ class Tally:
 
     def __init__(self, block_size: int, path: Path, first_step: int):
         self.block_size = block_size
-        kept = path.read_text().splitlines() if path.is_file() else []
-        rewritten = path.with_name(f".{path.name}.partial")
-        rewritten.write_text("".join(line + "\n" for line in kept if 0 < step_of(line) <= first_step))
-        rewritten.replace(path)
+        kept = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        write_text(path, "".join(line + "\n" for line in kept if 0 < step_of(line) <= first_step))
+        self.path = path
         self.file = path.open("a", encoding="utf-8", buffering=1)
         self.first: list[StepFigures] = []
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
         self.skipped = 0
 
-    def add(self, vectors: list[tuple[int, list[float]]]) -> None:
-        for step, vector in vectors:
-            row = figures(step, vector, self.block_size)
-            self.file.write(json.dumps({**asdict(row), "time": round(time.time(), 3)}) + "\n")
+    def add(self, vectors: list[tuple[int, list[float]]]) -> list[StepFigures]:
+        """Log the vectors of steps, and return their figures.
+
+        Raises:
+            RunError: the disk refused.
+        """
+        rows = [figures(step, vector, self.block_size) for step, vector in vectors]
+        for row in rows:
+            try:
+                self.file.write(json.dumps({**asdict(row), "time": round(time.time(), 3)}) + "\n")
+            except OSError as error:
+                raise RunError(
+                    f"cannot write {self.path}: {error.strerror}. The last good checkpoint is untouched; free some "
+                    "space, then go on with --resume"
+                ) from error
             if len(self.first) < self.WINDOW:
                 self.first.append(row)
             self.last.append(row)
             self.skipped = row.skipped
+        return rows
 
     def headline(self, real_tokens_per_s: float) -> str:
         """Two lines for the progress bar."""
@@ -150,14 +164,16 @@ class Tally:
         }
 
     def close(self) -> None:
-        self.file.close()
+        # What could not be written was told.
+        with contextlib.suppress(OSError):
+            self.file.close()
 
 
 def step_of(line: str) -> int:
     """The step of a line of metrics.jsonl; 0 for one that an interruption tore."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from draftgraph.engine.run.lanes import DrafterLane
-from draftgraph.engine.run.streams import Event, on
+from draftgraph.engine.run.streams import Event, on, phase
 
 
 class Reduction:
@@ -29,39 +29,45 @@ class Reduction:
     def meet(self) -> None:
         """Work that any drafter issues from here on waits for all that every drafter has issued so far."""
         for drafter, point in zip(self.drafters, self.points, strict=True):
-            point.record(drafter.lane.stream)
+            with phase(drafter.lane, "reduce"):
+                point.record(drafter.lane.stream)
         for drafter in self.drafters:
-            for point in self.points:
-                point.hold(drafter.lane.stream)
+            with phase(drafter.lane, "reduce"):
+                for point in self.points:
+                    point.hold(drafter.lane.stream)
 
     def step(self) -> None:
         """One optimizer step over all drafters."""
         if len(self.drafters) == 1:
-            self.drafters[0].lane.replay("optimizer")
+            self.optimize(self.drafters[0])
             return
         self.meet()
         for i, owner in enumerate(self.drafters):
-            with on(owner.lane.stream):
+            with phase(owner.lane, "reduce"), on(owner.lane.stream):
                 self.gather(i, owner)
         self.meet()
         for i, drafter in enumerate(self.drafters):
-            with on(drafter.lane.stream):
+            with phase(drafter.lane, "reduce"), on(drafter.lane.stream):
                 for j, other in enumerate(self.drafters):
                     self.norms[i][j].copy_(other.optimizer.norm_squared, non_blocking=True)
             # NOTE: written only after every drafter has read its peers' own norms.
         self.meet()
         for norms, drafter in zip(self.norms, self.drafters, strict=True):
-            with on(drafter.lane.stream):
+            with phase(drafter.lane, "reduce"), on(drafter.lane.stream):
                 torch.sum(norms, 0, out=drafter.optimizer.norm_squared)
-            drafter.lane.replay("optimizer")
+            self.optimize(drafter)
         self.meet()
         for drafter in self.drafters:
-            with on(drafter.lane.stream):
+            with phase(drafter.lane, "reduce"), on(drafter.lane.stream):
                 for owner in self.drafters:
                     if owner is not drafter:
                         low, high = owner.optimizer.low, owner.optimizer.high
                         drafter.flat.values[low:high].copy_(owner.flat.values[low:high], non_blocking=True)
         self.meet()
+
+    def optimize(self, drafter: DrafterLane) -> None:
+        with phase(drafter.lane, "optimizer"):
+            drafter.lane.replay("optimizer")
 
     def gather(self, index: int, owner: DrafterLane) -> None:
         """Sum the peers' gradients of the owner's slice, and everybody's sums; then measure the slice."""

@@ -19,7 +19,7 @@ from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.run.buffers import BatchBuffer
 from draftgraph.engine.run.lanes import DrafterLane, TargetLane
 from draftgraph.engine.run.reduce import Reduction
-from draftgraph.engine.run.streams import Event, on
+from draftgraph.engine.run.streams import Event, on, phase
 from draftgraph.profiles.ranges import nvtx_range
 
 
@@ -79,6 +79,8 @@ class Scheduler:
         in_flight = rig.max_in_flight
         self.finish_events = [[Event(drafter.device) for _ in range(in_flight + 1)] for drafter in rig.drafters]
         self.in_flight: deque[Event] = deque()
+        # One event per drafter that its next update waits for: a checkpoint copies what the update overwrites.
+        self.copied: Sequence[Event] = ()
         self.bucket = rig.buckets[0]
         self.replays: dict[str, int] = {}
         self.real_tokens = 0
@@ -100,56 +102,60 @@ class Scheduler:
                 self.extract(extraction)
             index = extraction % len(self.rig.drafters)
             drafter = self.rig.drafters[index]
-            with nvtx_range(f"drafter{index}", "replay", self.bucket.name):
+            with phase(drafter.lane, "drafter replay", self.bucket.name):
                 drafter.replay(self.bucket)
+                if repeat == self.reuse - 1:
+                    self.finish(extraction, index)
             self.count("drafter", self.bucket.name)
-            if repeat == self.reuse - 1:
-                self.finish(extraction, index)
             self.micro_step += 1
-        with nvtx_range("drafter", "optimizer"):
-            self.rig.reduction.step()
+        if self.copied:
+            for copied, drafter in zip(self.copied, self.rig.drafters, strict=True):
+                copied.hold(drafter.lane.stream)
+            self.copied = ()
+        self.rig.reduction.step()
         self.count("optimizer", "")
 
     def extract(self, extraction: int) -> None:
         """Bring one micro-batch to its target, extract, and hand inputs and taps to its drafter."""
         t, d = extraction % len(self.rig.targets), extraction % len(self.rig.drafters)
         target, drafter = self.rig.targets[t], self.rig.drafters[d]
-        if len(self.in_flight) == self.rig.max_in_flight:
-            self.look_ahead_waits += 1
-            self.in_flight.popleft().wait()
-            self.source.release()
-        host_slot, micro_batch = self.source.next()
+        with nvtx_range("scheduler", "wait"):
+            if len(self.in_flight) == self.rig.max_in_flight:
+                self.look_ahead_waits += 1
+                self.in_flight.popleft().wait()
+                self.source.release()
+            host_slot, micro_batch = self.source.next()
         self.bucket = bucket = self.rig.buckets[micro_batch.bucket_index]
         self.real_tokens += int(self.lengths[micro_batch.row_ids].sum())
         stream = target.lane.stream
-        # The target's buffers are free once they were handed on, or, where they are shared, once they were used.
-        (self.handed[t] if self.rig.rings else self.done[d]).hold(stream)
-        with on(stream), nvtx_range(f"target{t}", "h2d", bucket.name):
+        with phase(target.lane, "h2d", bucket.name), on(stream):
+            # The target's buffers are free once they were handed on, or, where they are shared, once they were used.
+            (self.handed[t] if self.rig.rings else self.done[d]).hold(stream)
             target.batch.read_host(bucket, self.rig.host_slots[host_slot])
-        with nvtx_range(f"target{t}", "replay", bucket.name):
+        with phase(target.lane, "target replay", bucket.name):
             target.replay(bucket)
+            self.extracted[t].record(stream)
         self.count("target", bucket.name)
-        self.extracted[t].record(stream)
         if self.rig.rings:
-            with nvtx_range(f"target{t}", "hand-off", bucket.name):
-                ring = self.rig.rings[d]
-                self.hand_off(t, drafter, ring[extraction // len(self.rig.drafters) % len(ring)], bucket)
+            ring = self.rig.rings[d]
+            self.hand_off(t, drafter, ring[extraction // len(self.rig.drafters) % len(ring)], bucket)
         else:
-            self.extracted[t].hold(drafter.lane.stream)
+            with phase(drafter.lane, "hand-off", bucket.name):
+                self.extracted[t].hold(drafter.lane.stream)
 
     def hand_off(self, t: int, drafter: DrafterLane, slot: HandOffSlot, bucket: Bucket) -> None:
         """Target buffer -> ring slot on the target's copy stream; ring slot -> static input on the drafter's."""
-        copy = self.copy_streams[t]
-        self.extracted[t].hold(copy)
-        slot.free.hold(copy)
-        with on(copy):
-            slot.batch.read(bucket, self.rig.targets[t].batch)
-        slot.ready.record(copy)
-        self.handed[t].record(copy)
-        slot.ready.hold(drafter.lane.stream)
-        with on(drafter.lane.stream):
+        copy, target = self.copy_streams[t], self.rig.targets[t]
+        with phase(target.lane, "hand-off", bucket.name), on(copy):
+            self.extracted[t].hold(copy)
+            slot.free.hold(copy)
+            slot.batch.read(bucket, target.batch)
+            slot.ready.record(copy)
+            self.handed[t].record(copy)
+        with phase(drafter.lane, "hand-off", bucket.name), on(drafter.lane.stream):
+            slot.ready.hold(drafter.lane.stream)
             drafter.batch.read(bucket, slot.batch)
-        slot.free.record(drafter.lane.stream)
+            slot.free.record(drafter.lane.stream)
 
     def finish(self, extraction: int, index: int) -> None:
         stream = self.rig.drafters[index].lane.stream

@@ -1,4 +1,4 @@
-"""Streams and events with the device said aloud; on the CPU, where calls run in order, they order nothing.
+"""Streams, events and ranges with the device said aloud; on the CPU, where calls run in order, they order nothing.
 
 Promises: events are made once and recorded again, so a step allocates none; the host waits without spinning.
 """
@@ -8,10 +8,18 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from draftgraph.capture.lane import Lane
+from draftgraph.profiles.ranges import Range, nvtx_range
+
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager:
     """Issue work on `stream` of its own device."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def phase(lane: Lane, name: str, bucket: str = "") -> Range:
+    """What the host issues inside goes to the lane's device, for this phase of a step."""
+    return nvtx_range(lane.name, name, bucket, str(lane.device))
 
 
 class Event:

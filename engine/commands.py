@@ -1,0 +1,138 @@
+"""What each command of the command line does: its arguments in, one call, its summary out."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from draftgraph.engine.errors import UsageError
+
+Summary = dict[str, Any]
+# NOTE: commands import what they need inside, so that --help and usage errors answer at once.
+
+
+def prepare(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.data.doctor import report
+    from draftgraph.engine.data.masks import Supervision
+    from draftgraph.engine.data.prepare import prepare as prepare_rows
+    from draftgraph.engine.data.prepare import show_rows
+    from draftgraph.engine.data.template import Template
+    from draftgraph.engine.models.target import load_config, load_tokenizer
+
+    if not args.out and not args.show:
+        raise UsageError("prepare needs --out DIR to write shards, or --show N to look at rows only")
+    config = load_config(args.target)
+    console.print(f"reading the tokenizer of {args.target}", markup=False)
+    template = Template(load_tokenizer(args.target), Supervision(args.turns, args.thinking, args.tool_calls))
+    rules = {
+        "max_context": args.max_context,
+        "block_size": args.block_size,
+        "vocab_size": config.vocab_size,
+        "anchor_rule": args.anchor_rule,
+        "form": args.format,
+    }
+    if args.show:
+        summary = show_rows(args.inputs, template, args.show, console, **rules)
+    if args.out:
+        limits = {"max_bad_rows": args.max_bad_rows, "strict": args.strict}
+        summary = prepare_rows(args.inputs, template, args.out, target=args.target, progress=True, **rules, **limits)
+        if not summary["picture"]:
+            console.print(
+                "no picture of the lengths: it needs the extra `data`: pip install -e '.[data]'", markup=False
+            )
+    console.print(Text(report(summary)))
+    return summary
+
+
+def plan(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.config import load_profile
+    from draftgraph.engine.plan import make_plan, summary
+    from draftgraph.engine.show import show_plan
+
+    values = summary(make_plan(load_profile(args.profile, args.assignments)))
+    if not args.json:
+        show_plan(console, values)
+    return values
+
+
+def run_folder(args: argparse.Namespace) -> Path:
+    return Path(args.run or Path("runs") / Path(args.profile).stem)
+
+
+def warmup(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.config import load_profile
+    from draftgraph.engine.show import show_warmup
+    from draftgraph.engine.train import warmup as warm_up
+
+    evidence = warm_up(load_profile(args.profile, args.assignments), run_folder(args), console)
+    show_warmup(console, evidence)
+    return evidence
+
+
+def train(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.config import load_profile
+    from draftgraph.engine.train import train as run_training
+
+    return run_training(load_profile(args.profile, args.assignments), run_folder(args), args.resume, console)
+
+
+def trace(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.trace import Request
+    from draftgraph.engine.trace import trace as trace_steps
+
+    return trace_steps(Request(args.profile, args.assignments, run_folder(args), args.steps, args.node), console)
+
+
+def evaluate(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.saved import evaluate_saved, load_saved
+
+    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
+    return evaluate_saved(saved, args.target, args.prompts, args.num_prompts, args.max_new_tokens, args.untrained)
+
+
+def export(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.models.export import export_zlab
+    from draftgraph.engine.models.target import load_config
+    from draftgraph.engine.saved import load_saved
+
+    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
+    target = args.target or saved.target
+    if not target:
+        raise UsageError(f"{args.source} does not name its target; add --target MODEL")
+    return export_zlab(
+        Path(args.out), saved.drafter, load_config(target), card={"base_model": target, "step": saved.step}
+    )
+
+
+def regenerate(args: argparse.Namespace, console: Console) -> Summary:
+    import torch
+
+    from draftgraph.engine.data.regenerate import regenerate as answer_prompts
+    from draftgraph.engine.models.target import load_model, load_tokenizer
+    from draftgraph.engine.saved import default_device
+
+    console.print(f"loading {args.target}", markup=False)
+    model = load_model(args.target, torch.float32, default_device())
+    return answer_prompts(
+        Path(args.prompts),
+        model,
+        load_tokenizer(args.target),
+        Path(args.out),
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        progress=True,
+    )
+
+
+def demo(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.demo import demo as run_demo
+
+    return run_demo(Path(args.run or "runs/demo"), console)
+
+
+def bench(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.bench.command import bench as run_bench
+
+    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, console)

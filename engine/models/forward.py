@@ -1,0 +1,47 @@
+"""Which forward a target runs: its module's own layers in a loop, or fused kernels for the families that have them."""
+
+from typing import Any
+
+from draftgraph.engine.errors import UsageError
+from draftgraph.engine.models.fused import FusedForward
+from draftgraph.engine.models.fused_llama import FusedLlama
+from draftgraph.engine.models.fused_qwen3_5 import FusedQwen35
+
+# By model_type of the text decoder's configuration.
+FUSED: dict[str, type[FusedForward]] = {
+    "llama": FusedLlama,
+    "qwen2": FusedLlama,
+    "qwen3": FusedLlama,
+    "qwen3_5_text": FusedQwen35,
+}
+
+
+def choose_forward(
+    decoder: Any, target_layer_ids: tuple[int, ...], max_context: int, wanted: str, slides: bool
+) -> FusedForward | None:
+    """The fused forward of the target, or None for the loop over its module's layers.
+
+    Args:
+        wanted: "auto" (fused where there is one), "fused" or "module".
+        slides: are there layers with a window shorter than max_context.
+    Raises:
+        UsageError: "fused" is wanted and there is none.
+    """
+    if wanted == "module":
+        return None
+    config = decoder.config
+    reason = None
+    if config.model_type not in FUSED:
+        reason = f"there are only those of {', '.join(FUSED)}"
+    elif slides:
+        reason = f"its window of {config.sliding_window} tokens is shorter than the largest bucket ({max_context})"
+    elif config.hidden_act != "silu":
+        reason = f"its activation is {config.hidden_act}, not silu"
+    if reason is None:
+        return FUSED[config.model_type](decoder, target_layer_ids, max_context)
+    if wanted == "fused":
+        raise UsageError(
+            f'profile: target.forward = "fused", but target family {config.model_type!r} has no fused forward here: '
+            f'{reason}; write "auto" or "module"'
+        )
+    return None

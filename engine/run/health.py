@@ -1,0 +1,73 @@
+"""Numbers going bad: updates skipped in a row end the run; a loss spike is told with the rows that made it.
+
+It reads figures that arrive late and waits for nothing; the skipping itself happens on the device.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from draftgraph.engine.errors import RunError
+from draftgraph.engine.run.metrics import StepFigures
+
+# A loss is a spike where it is this many times the median of the last ones, once there are enough of them.
+SPIKE = 2.0
+RECENT, ENOUGH = 50, 10
+
+
+class Health:
+    """Args:
+    max_skipped: updates skipped in a row that end the run; 0: never.
+    skipped: how many were skipped before this process's first step.
+    rows_of: the rows of a step, as a person finds them again.
+    last_checkpoint: its step; below 0 where there is none.
+    say: receives one line per event, at most one in RECENT steps.
+    """
+
+    def __init__(
+        self,
+        max_skipped: int,
+        skipped: int,
+        rows_of: Callable[[int], str],
+        last_checkpoint: Callable[[], int],
+        say: Callable[[str], None],
+    ):
+        self.max_skipped, self.skipped = max_skipped, skipped
+        self.rows_of, self.last_checkpoint, self.say = rows_of, last_checkpoint, say
+        self.losses: deque[float] = deque(maxlen=RECENT)
+        self.in_a_row, self.told = 0, -RECENT
+
+    def look(self, rows: Iterable[StepFigures]) -> None:
+        """Look at the figures of steps, in order.
+
+        Raises:
+            RunError: too many updates in a row were skipped.
+        """
+        for row in rows:
+            if row.skipped > self.skipped:
+                self.in_a_row, self.skipped = self.in_a_row + 1, row.skipped
+                self.tell(row.step, "its update was skipped: a gradient was not finite, or no token counted")
+            else:
+                self.in_a_row = 0
+            if self.in_a_row == self.max_skipped > 0:
+                raise RunError(self.gave_up(row.step))
+            if row.loss is None:
+                continue
+            usual = statistics.median(self.losses) if len(self.losses) >= ENOUGH else row.loss
+            if row.loss > SPIKE * usual:
+                self.tell(row.step, f"its loss is {row.loss:.3f}, the recent median {usual:.3f}")
+            self.losses.append(row.loss)
+
+    def tell(self, step: int, what: str) -> None:
+        if step - self.told >= RECENT:
+            self.told = step
+            self.say(f"step {step}: {what}; {self.rows_of(step)}")
+
+    def gave_up(self, step: int) -> str:
+        last = self.last_checkpoint()
+        again = f"go on from step {last} with --resume --set optim.lr=LOWER" if last >= 0 else "lower optim.lr"
+        return (
+            f"the updates of {self.in_a_row} steps in a row, up to step {step}, were skipped: their gradients were not "
+            f"finite, or no token counted. Nothing was written since: {again}, or look at the data (step {step}: "
+            f"{self.rows_of(step)}); optim.max_skipped says when to give up"
+        )

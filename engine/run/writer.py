@@ -1,0 +1,134 @@
+"""Checkpoints in the background: copied from the devices between two updates, hashed and written by one thread.
+
+Promises: host memory is taken once; the training thread waits only for the checkpoint before, where the disk is slower
+than the interval; the thread touches no device (it starts after capture, and reads host memory that has arrived); what
+goes wrong in it is raised at the next checkpoint or at the end, which waits for it.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.disk import flush
+from draftgraph.engine.run.lanes import DrafterLane
+from draftgraph.engine.run.streams import Event, on
+
+
+class CheckpointWriter:
+    """Owns: a host copy of masters and moments (pinned for a GPU), a copy stream per drafter, at most one thread.
+
+    Args:
+        folder: where step-NNNNNN appear.
+        log: a file of figures that reaches the disk before a checkpoint does.
+        identity: goes into every checkpoint.
+        keep: how many stay.
+        last_step: of the checkpoint that the run went on from; -1 at a start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        log: Path,
+        drafters: Sequence[DrafterLane],
+        identity: Mapping[str, Any],
+        keep: int,
+        last_step: int = -1,
+    ):
+        self.folder, self.log, self.drafters = folder, log, drafters
+        self.identity, self.keep, self.last_step = identity, keep, last_step
+        self.pause_ms_max = 0.0
+        flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
+        self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
+        self.counts = torch.zeros(2, pin_memory=pinned)  # updates, skipped
+        self.tensors = {f"{kind}.{name}": t for kind, h in self.host.items() for name, t in flat.named(h).items()}
+        self.streams = [torch.cuda.Stream(d.device) if d.lane.stream is not None else None for d in drafters]
+        self.stepped, self.copied = ([Event(d.device) for d in drafters] for _ in range(2))
+        self.arriving: dict[str, int] | None = None  # step and micro-step of the copies under way
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        checkpoint.sweep(folder)
+
+    @torch.no_grad()
+    def save(self, step: int, micro_step: int) -> list[Event]:
+        """Begin a checkpoint of `step`, which was issued in full; one that is written already is not written again.
+
+        Returns:
+            Events, one per drafter, that its next update must wait for: it overwrites what is being copied.
+        Raises:
+            RunError: the checkpoint before could not be written.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if step == self.last_step:
+            return []
+        for drafter, stream, stepped, copied in zip(
+            self.drafters, self.streams, self.stepped, self.copied, strict=True
+        ):
+            optimizer = drafter.optimizer
+            stepped.record(drafter.lane.stream)
+            stepped.hold(stream)
+            with on(stream):
+                for kind, host in self.host.items():
+                    source = optimizer.master if kind == "master" else optimizer.state[kind]
+                    host[optimizer.low : optimizer.high].copy_(source, non_blocking=True)
+                if drafter is self.drafters[0]:
+                    self.counts[0].copy_(optimizer.state["step"], non_blocking=True)
+                    self.counts[1].copy_(optimizer.skipped, non_blocking=True)
+            copied.record(stream)
+        self.arriving, self.last_step = {"step": step, "micro_step": micro_step}, step
+        self.poll()
+        self.pause_ms_max = max(self.pause_ms_max, 1e3 * (time.perf_counter() - started))
+        return self.copied
+
+    def poll(self) -> None:
+        """Start to write once the copies have arrived; never waits."""
+        if self.arriving is not None and all(event.happened() for event in self.copied):
+            self.thread = threading.Thread(target=self.write, args=(self.arriving,), name="checkpoint", daemon=True)
+            self.arriving = None
+            self.thread.start()
+
+    def wait(self) -> None:
+        """Wait until what was begun is on the disk.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        if self.arriving is not None:
+            for event in self.copied:
+                event.wait()
+            self.poll()
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def write(self, position: Mapping[str, int]) -> None:
+        """The thread."""
+        try:
+            updates, skipped = (int(count) for count in self.counts)
+            scalars = {**position, "updates": updates, "skipped": skipped, **self.identity}
+            flush(self.log)
+            checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep)
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except Exception:
+            # What ended the run first is what its user is told.
+            if error is None:
+                raise

@@ -1,0 +1,216 @@
+"""Short trainings of random profiles, killed and signalled at random moments: `make soak MINUTES=3`. Not a pytest file.
+
+Every run must end in the bits of its unbroken twin. Beside them one long run goes on, whose memory and handles must
+not grow. Afterwards no process is left. A failure prints its seed: `soak.py --seed N --rounds 1` repeats it.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from multiprocessing import forkserver
+from pathlib import Path
+
+import tomli_w
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny import ordinary_rows, profile_values
+from victim import errors, finish, logged, start, wait_for
+
+from draftgraph.engine.run import checkpoint
+from draftgraph.engine.show import summary_table
+
+MOST_KILLS = 8  # of one run
+
+
+@dataclasses.dataclass
+class Counts:
+    runs: int = 0
+    steps: int = 0
+    kills: int = 0
+    kills_in_writing: int = 0  # a half written checkpoint was left
+    stops: int = 0
+    checkpoints_on_request: int = 0
+    damaged: int = 0  # the newest checkpoint was damaged between two starts
+    lost_steps_max: int = 0  # steps trained again after a kill
+    wrong_bits: int = 0
+
+
+def random_values(folder: Path, dice: random.Random) -> dict:
+    """A profile over everything that takes another path on a CPU."""
+    targets, drafters = dice.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
+    look_ahead = dice.choice([1, 2]) if targets + drafters > 2 else dice.choice([0, 0, 1])
+    return profile_values(
+        folder,
+        rows=ordinary_rows(dice.randint(4, 40)),
+        run={"steps": dice.randint(4, 16), "seed": dice.randrange(2**31)},
+        drafter={"reuse": dice.choice([1, 1, 2, 3]), "loss": dice.choice(["decay", "dpace"])},
+        buckets={"count": dice.randint(1, 3)},
+        placement={"targets": ["cpu"] * targets, "drafters": ["cpu"] * drafters, "look_ahead": look_ahead},
+        optim={"accumulate": dice.randint(1, 3), "warmup": dice.choice([0.0, 0.5])},
+        checkpoint={"every": dice.choice([0, 1, 1, 2, 3]), "keep": dice.randint(2, 3)},
+        log={"every": dice.randint(1, 4)},
+    )
+
+
+def one_round(folder: Path, seed: int, counts: Counts) -> None:
+    """Train one random profile twice: unbroken, and broken at random moments; compare."""
+    dice = random.Random(seed)
+    values = random_values(folder, dice)
+    profile, whole, run = folder / "soak.toml", folder / "whole", folder / "run"
+    profile.write_text(tomli_w.dumps(values))
+    started = time.monotonic()
+    status = finish(start(profile, whole))
+    assert status == 0, errors(whole)
+    seconds = time.monotonic() - started
+    every = values["checkpoint"]["every"] or values["run"]["steps"]
+    for _ in range(dice.randint(1, MOST_KILLS)):
+        process = start(profile, run, slow_step=0.02, slow_disk=dice.choice([0.0, 0.05, 0.2]))
+        process.join(dice.uniform(0.2, 1.5) * seconds)
+        kind = dice.choice(["kill", "kill", "kill", "stop", "request"])
+        if process.is_alive() and kind == "request" and logged(run) and resumed_far(run):
+            os.kill(process.pid, signal.SIGUSR1)
+            counts.checkpoints_on_request += 1
+            process.join(dice.uniform(0, 0.5))
+        if process.is_alive() and kind == "stop":
+            os.kill(process.pid, signal.SIGTERM)
+            counts.stops += 1
+            status = finish(process, within=30)
+            # A signal behind the end of the run finds its handlers gone, and everything written.
+            complete = (run / "checkpoints" / f"step-{values['run']['steps']:06d}").exists()
+            assert status in (0, 130) or (complete and status == -signal.SIGTERM), f"status {status}: {errors(run)}"
+        process.kill()
+        if finish(process) == 0:
+            break
+        if process.exitcode == -signal.SIGKILL:
+            counts.kills += 1
+            counts.kills_in_writing += bool(list((run / "checkpoints").glob(".step-*.partial")))
+            # The figures are ahead of the device on no step: what was logged was trained.
+            found = checkpoint.found(run / "checkpoints")
+            lost = logged(run) - (checkpoint.step_of(found[-1]) if found else 0)
+            counts.lost_steps_max = max(counts.lost_steps_max, lost)
+            assert lost <= 2 * every + 1, f"{lost} steps lost, a checkpoint every {every}"
+            if len(found) > 1 and dice.random() < 0.2:
+                damage(dice.choice(list(found[-1].iterdir())), dice)
+                counts.damaged += 1
+    if process.exitcode != 0:
+        assert finish(start(profile, run)) in (0, 5), errors(run)
+    counts.runs += 1
+    counts.steps += values["run"]["steps"]
+    compare(whole, run, values["run"]["steps"], counts)
+
+
+def resumed_far(run: Path) -> bool:
+    """Its handlers are in place: the loader has started, and it trains."""
+    return bool(checkpoint.found(run / "checkpoints"))
+
+
+def damage(path: Path, dice: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    if dice.random() < 0.5:
+        path.write_bytes(content[: dice.randrange(len(content))])
+    else:
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(content)
+
+
+def compare(whole: Path, run: Path, steps: int, counts: Counts) -> None:
+    name = Path("checkpoints") / f"step-{steps:06d}"
+    checkpoint.verify(run / name)
+    expected, found = load_file(whole / name / checkpoint.STATE), load_file(run / name / checkpoint.STATE)
+    wrong = [key for key, tensor in expected.items() if not tensor.equal(found[key])]
+    scalars = [json.loads((folder / name / checkpoint.SCALARS).read_text()) for folder in (whole, run)]
+    lines = [
+        [{k: v for k, v in json.loads(line).items() if k != "time"} for line in file.read_text().splitlines()]
+        for file in (whole / "metrics.jsonl", run / "metrics.jsonl")
+    ]
+    if wrong or expected.keys() != found.keys() or scalars[0] != scalars[1] or lines[0] != lines[1]:
+        counts.wrong_bits += 1
+        raise AssertionError(f"not the bits of the unbroken run: {wrong or 'figures or position'}")
+
+
+def processes() -> list[str]:
+    """Children of this process and of the fork server, but for the server itself and the tracker."""
+    ours = {os.getpid(), forkserver._forkserver._forkserver_pid}
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    quiet = ("resource_tracker", "forkserver", "ps -eo")
+    return [args for _, parent, args in rows if int(parent) in ours and not any(word in args for word in quiet)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=3)
+    parser.add_argument("--rounds", type=int, default=10**9)
+    parser.add_argument("--seed", type=int, default=None, help="of the first round (default: by the clock)")
+    args = parser.parse_args()
+    first = int(time.time()) % 10**6 if args.seed is None else args.seed
+    console, counts, trouble = Console(), Counts(), Counter[str]()
+    deadline, number = time.monotonic() + 60 * args.minutes, 0
+    home = Path(tempfile.mkdtemp(prefix="soak-"))
+    long = long_run(home)
+    handles, before = open_handles(os.getpid()), usage(long.pid)
+    while time.monotonic() < deadline and number < args.rounds:
+        folder = home / str(first + number)
+        folder.mkdir()
+        try:
+            one_round(folder, first + number, counts)
+            shutil.rmtree(folder)
+        except AssertionError as error:
+            trouble[str(error)] += 1
+            console.print(f"seed {first + number}: {error} (left in {folder})", markup=False)
+        number += 1
+    after, long_steps = usage(long.pid), logged(home / "long")
+    os.kill(long.pid, signal.SIGTERM)
+    stopped = finish(long, within=30)
+    time.sleep(1)  # data processes end by themselves
+    left = processes()
+    table = {
+        "first seed": first,
+        **dataclasses.asdict(counts),
+        "failures": sum(trouble.values()),
+        "steps of the long run": long_steps,
+        "its checkpoints, newest": checkpoint.newest(home / "long" / "checkpoints").name,
+        "its resident memory, before and after": f"{before['rss'] / 2**20:.1f} MiB, {after['rss'] / 2**20:.1f} MiB",
+        "its file handles, before and after": f"{before['handles']}, {after['handles']}",
+        "handles of this process, before and after": f"{handles}, {open_handles(os.getpid())}",
+        "processes left": len(left),
+    }
+    console.print(summary_table(f"soak, {args.minutes:g} minutes", table))
+    if not trouble:
+        shutil.rmtree(home)
+    grown = after["rss"] > 1.02 * before["rss"] or after["handles"] > before["handles"] + 2  # a checkpoint's files
+    return int(bool(trouble) or bool(left) or grown or stopped != 130 or open_handles(os.getpid()) > handles + 2)
+
+
+def long_run(home: Path):
+    """One training that goes on beside the others, past its first checkpoints."""
+    folder = home / "profile"
+    folder.mkdir()
+    profile = folder / "long.toml"
+    values = profile_values(folder, run={"steps": 10**7}, checkpoint={"every": 20}, optim={"warmup": 0.0})
+    profile.write_text(tomli_w.dumps(values))
+    process = start(profile, home / "long", slow_step=0.01)
+    wait_for(lambda: logged(home / "long") > 100, within=120)
+    return process
+
+
+def open_handles(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def usage(pid: int) -> dict[str, int]:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return {"handles": open_handles(pid), "rss": pages * os.sysconf("SC_PAGESIZE")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
