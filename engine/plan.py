@@ -297,7 +297,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     # Kept for the backward: inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP.
     heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
     kept_per_token = shape.num_layers * (4 * shape.hidden_size + heads + 3 * shape.intermediate_size) * size
-    chunk = profile.drafter.chunk_slots * shape.vocab_size * (4 + size)
+    logits = profile.drafter.chunk_slots * shape.vocab_size * size
     # Hidden, MLP and attention activations of one layer; a layer's are freed before the next.
     target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size
     parts: dict[str, dict[str, int]] = {}
@@ -310,7 +310,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
             "gradients": parameters * 4,
             "states": parameters * state // len(profile.placement.drafters),
             "batch": batch * (profile.placement.look_ahead + 1) if profile.placement.look_ahead else 0,
-            "pool": draft_tokens * kept_per_token + chunk,
+            "pool": draft_tokens * kept_per_token + logits,
         }
     return parts
 

@@ -1,7 +1,8 @@
-"""Softmax cross-entropy over rows of logits: statistics in one pass, the gradient in place of the logits in another.
+"""Softmax cross-entropy over rows of logits: statistics, and the gradient in place of the logits, in one kernel or two.
 
 Promises: float32 arithmetic whatever the logits' dtype, the same bits on every run, no wait for the device, no memory
-besides the results. Does not: make logits, or decide weights (they may depend on the statistics of a whole block).
+besides the results. Does not: make logits, or decide weights. Weights that depend on the statistics of a whole block
+need the two kernels; all others take `cross_entropy_gradient_`.
 """
 
 import torch
@@ -9,32 +10,79 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_N = 4096
-NUM_WARPS = 8
+# One row per program, one program per SM: the fewer rows in flight, the more of each stays in the L2 cache. The 16
+# columns of a thread share the instructions of the loop itself.
+BLOCK_N = 16384
+NUM_WARPS = 32
+# By element size: tiles of a row on their way, and one that is computed, within sm_120's shared memory.
+STAGES = {2: 4, 4: 2}
+# Columns that share a maximum and a sum: the 16 bytes that a thread loads at once.
+GROUP = tl.constexpr(8)
+GRADIENT_BLOCK_N = 4096
+GRADIENT_NUM_WARPS = 8
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def softmax_statistics_kernel(logits, labels, cross_entropy, log_sum, best, V, BLOCK_N: tl.constexpr):
+def exp(x):
+    """Triton's own takes three instructions more, for results below 1e-38, which count for nothing here."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def add_tile(x, start, top, total, tile):
+    """Take the logits x [groups, GROUP] of the tile at `start` into the groups' maxima and sums."""
+    x = x.to(tl.float32)
+    tile_top = tl.max(x, axis=1)
+    # Strictly larger: of equal logits the first stays.
+    larger = tile_top > top
+    new_top = tl.where(larger, tile_top, top)
+    total = total * exp(top - new_top) + tl.sum(exp(x - new_top[:, None]), axis=1)
+    return new_top, total, tl.where(larger, start, tile)
+
+
+@triton.jit
+def row_statistics(base, V, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
+    """Log of the sum of exponentials, and argmax, of the V logits at `base`.
+
+    A group of columns of each tile keeps its maximum, the tile it came from and the sum below it: groups meet once,
+    after the last tile, and the winning one is read again to find the column.
+    """
+    first = GROUP * tl.arange(0, BLOCK_N // GROUP)
+    columns = first[:, None] + tl.arange(0, GROUP)[None, :]
+    # Finite, so that a pad's -inf minus it is no NaN.
+    top = tl.full((BLOCK_N // GROUP,), -1e38, tl.float32)
+    total = tl.zeros((BLOCK_N // GROUP,), tl.float32)
+    tile = tl.zeros((BLOCK_N // GROUP,), tl.int32)
+    whole = V // BLOCK_N * BLOCK_N
+    for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
+        top, total, tile = add_tile(tl.load(base + start + columns), start, top, total, tile)
+    x = tl.load(base + whole + columns, mask=whole + columns < V, other=-float("inf"))
+    top, total, tile = add_tile(x, whole, top, total, tile)
+    row_top = tl.max(top, axis=0)
+    row_total = tl.sum(total * exp(top - row_top), axis=0)
+    candidates = tl.min(tl.where(top == row_top, tile + first, V), axis=0) + tl.arange(0, GROUP)
+    x = tl.load(base + candidates, mask=candidates < V, other=-float("inf")).to(tl.float32)
+    winner = tl.min(tl.where(x == row_top, candidates, V), axis=0)
+    return row_top + tl.log(row_total), winner.to(tl.int64)
+
+
+@triton.jit
+def probability(x, log_total):
+    return exp(x.to(tl.float32) - log_total)
+
+
+@triton.jit
+def softmax_statistics_kernel(
+    logits, labels, cross_entropy, log_sum, best, V, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * V
-    columns = tl.arange(0, BLOCK_N)
-    top = -float("inf")
-    total = 0.0
-    winner = 0
-    for start in range(0, V, BLOCK_N):
-        inside = start + columns < V
-        x = tl.load(base + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        tile_top, tile_winner = tl.max(x, axis=0, return_indices=True)
-        # Strictly larger: of equal logits the first wins, as in the twin.
-        winner = tl.where(tile_top > top, start + tile_winner, winner)
-        new_top = tl.maximum(top, tile_top)
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), axis=0)
-        top = new_top
-    log_total = top + tl.log(total)
     chosen = tl.load(base + tl.load(labels + row)).to(tl.float32)
+    log_total, winner = row_statistics(base, V, BLOCK_N, STAGES)
     tl.store(cross_entropy + row, log_total - chosen)
     tl.store(log_sum + row, log_total)
-    tl.store(best + row, winner.to(tl.int64))  # type: ignore[attr-defined]
+    tl.store(best + row, winner)
 
 
 @triton.jit
@@ -43,13 +91,51 @@ def softmax_gradient_kernel(logits, labels, log_sum, weights, V, BLOCK_N: tl.con
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < V
     address = logits + row * V + columns
-    x = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(address, mask=inside, other=0.0)
     weight = tl.load(weights + row)
-    probability = tl.exp(x - tl.load(log_sum + row))
-    gradient = weight * (probability - tl.where(columns == tl.load(labels + row), 1.0, 0.0))
+    label = tl.where(columns == tl.load(labels + row), 1.0, 0.0)
+    gradient = weight * (probability(x, tl.load(log_sum + row)) - label)
     # A weightless row is zero whatever its logits hold.
     gradient = tl.where(weight == 0.0, 0.0, gradient)
     tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cross_entropy_gradient_kernel(
+    logits, labels, weights, cross_entropy, best, V, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * V
+    label = tl.load(labels + row)
+    weight = tl.load(weights + row)
+    # Before the row is overwritten.
+    chosen = tl.load(base + label).to(tl.float32)
+    log_total, winner = row_statistics(base, V, BLOCK_N, STAGES)
+    tl.store(cross_entropy + row, log_total - chosen)
+    tl.store(best + row, winner)
+    # The search for the column reads the row once more, in every warp; none may overwrite it before.
+    tl.debug_barrier()
+    whole = V // BLOCK_N
+    columns = tl.arange(0, BLOCK_N)
+    address = base + whole * BLOCK_N + columns
+    inside = whole * BLOCK_N + columns < V
+    if weight == 0.0:
+        zeros = tl.zeros((BLOCK_N,), logits.dtype.element_ty)
+        for tile in tl.range(0, whole):
+            tl.store(base + tile * BLOCK_N + columns, zeros)
+        tl.store(address, zeros, mask=inside)
+    else:
+        # Backwards: the end of the row was read last and is the likeliest to be in the L2 cache still.
+        gradient = weight * probability(tl.load(address, mask=inside, other=0.0), log_total)
+        tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
+        for tile in tl.range(0, whole, num_stages=STAGES):
+            address = base + (whole - 1 - tile) * BLOCK_N + columns
+            gradient = weight * probability(tl.load(address), log_total)
+            tl.store(address, gradient.to(logits.dtype.element_ty))
+        # The label's own, after the threads that wrote its probability.
+        tl.debug_barrier()
+        gradient = weight * (probability(chosen, log_total) - 1.0)
+        tl.store(base + label, gradient.to(logits.dtype.element_ty))
 
 
 def softmax_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,13 +146,21 @@ def softmax_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, 
         labels: [M] int64, each in 0..V-1.
     Returns:
         cross_entropy [M] float32; log_sum [M] float32; best [M] int64, the first of equal logits.
-    Error: 1e-6 relative against float32. Cost: reads the logits once.
+    Error: 1e-6 of the largest logit against float32. Cost: reads the logits once.
     """
     M, V = logits.shape
     cross_entropy, log_sum = logits.new_empty(2, M, dtype=torch.float32)
     best = torch.empty_like(labels)
     softmax_statistics_kernel[(M,)](
-        logits, labels, cross_entropy, log_sum, best, V, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS
+        logits,
+        labels,
+        cross_entropy,
+        log_sum,
+        best,
+        V,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES[logits.element_size()],
+        num_warps=NUM_WARPS,
     )
     return cross_entropy, log_sum, best
 
@@ -80,5 +174,33 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, weights: 
     Cost: reads and writes the logits once.
     """
     M, V = logits.shape
-    grid = (M, triton.cdiv(V, BLOCK_N))
-    softmax_gradient_kernel[grid](logits, labels, log_sum, weights, V, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS)
+    grid = (M, triton.cdiv(V, GRADIENT_BLOCK_N))
+    softmax_gradient_kernel[grid](
+        logits, labels, log_sum, weights, V, BLOCK_N=GRADIENT_BLOCK_N, num_warps=GRADIENT_NUM_WARPS
+    )
+
+
+def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`softmax_statistics` and `softmax_gradient_` in one kernel, for weights known before.
+
+    Args: as theirs.
+    Returns:
+        cross_entropy [M] float32; best [M] int64, the first of equal logits. The logits hold their gradient.
+    Cost: reads the logits once from memory and once more from the L2 cache as far as it holds them, writes them once;
+        the second read is left out for rows of weight 0.
+    """
+    M, V = logits.shape
+    cross_entropy = logits.new_empty(M, dtype=torch.float32)
+    best = torch.empty_like(labels)
+    cross_entropy_gradient_kernel[(M,)](
+        logits,
+        labels,
+        weights,
+        cross_entropy,
+        best,
+        V,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES[logits.element_size()],
+        num_warps=NUM_WARPS,
+    )
+    return cross_entropy, best

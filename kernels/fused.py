@@ -1,5 +1,6 @@
 """The kernels under one name, as `reference` holds their twins: `ops = fused if x.is_cuda else reference`."""
 
+from draftgraph.kernels.adamw import adamw_
 from draftgraph.kernels.anchor_attention import anchor_attention
 from draftgraph.kernels.causal_conv import causal_conv
 from draftgraph.kernels.gated_delta import gated_delta
@@ -9,6 +10,7 @@ from draftgraph.kernels.rope import norm_rope, norm_rope_split
 from draftgraph.kernels.swiglu import swiglu
 
 __all__ = [
+    "adamw_",
     "add_rms_norm",
     "anchor_attention",
     "causal_conv",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 
 def anchor_attention(
@@ -85,6 +86,51 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, weights: 
     gradient = (logits.float() - log_sum[:, None]).exp_().mul_(weights[:, None])
     gradient.scatter_add_(1, labels[:, None], -weights[:, None])
     logits.copy_(torch.where((weights == 0)[:, None], 0.0, gradient))
+
+
+def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and argmax of every row, the logits overwritten; see cross_entropy.cross_entropy_gradient_."""
+    cross_entropy, log_sum, best = softmax_statistics(logits, labels)
+    softmax_gradient_(logits, labels, log_sum, weights)
+    return cross_entropy, best
+
+
+def adamw_(
+    grads: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    values: Tensor | None,
+    lr: Tensor,
+    step: Tensor,
+    grad_scale: Tensor,
+    skip: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One step of AdamW in place, the gradient left zero; see adamw.adamw_. Torch's fused step: one pass on a CPU."""
+    adamw(
+        [master],
+        [grads],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        fused=True,
+        grad_scale=grad_scale,
+        found_inf=skip,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+    if values is not None:
+        values.copy_(master)
+    grads.zero_()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:

@@ -96,13 +96,47 @@ def compile_cross_entropy(capability: int) -> dict[str, int]:
 
     shared_bytes = {}
     pointers = {"labels": "*i64", "best": "*i64", "cross_entropy": "*fp32", "log_sum": "*fp32", "weights": "*fp32"}
-    for kernel in (kernels.softmax_statistics_kernel, kernels.softmax_gradient_kernel):
-        for dtype in ("bf16", "fp32"):
-            types = {**pointers, "logits": f"*{dtype}", "V": "i32", "BLOCK_N": "constexpr"}
-            source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, {"BLOCK_N": kernels.BLOCK_N})
+    for dtype, element_size in (("bf16", 2), ("fp32", 4)):
+        row = {"BLOCK_N": kernels.BLOCK_N, "STAGES": kernels.STAGES[element_size]}
+        for kernel, constants, num_warps in (
+            (kernels.softmax_statistics_kernel, row, kernels.NUM_WARPS),
+            (kernels.cross_entropy_gradient_kernel, row, kernels.NUM_WARPS),
+            (kernels.softmax_gradient_kernel, {"BLOCK_N": kernels.GRADIENT_BLOCK_N}, kernels.GRADIENT_NUM_WARPS),
+        ):
+            types = {**pointers, "logits": f"*{dtype}", "V": "i32"} | dict.fromkeys(constants, "constexpr")
+            names = kernel.arg_names
+            aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("logits", "V")}
+            source = ASTSource(kernel, {name: types[name] for name in names}, constants, aligned)
             target = GPUTarget("cuda", capability, 32)
-            compiled = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
+            compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
             shared_bytes[f"{kernel.__name__} {dtype}"] = compiled.metadata.shared
+            # A row is on its way while it is computed: without it the kernel waits for every tile.
+            assert ("cp.async" in compiled.asm["ptx"]) == ("STAGES" in constants), kernel.__name__
+    return shared_bytes
+
+
+def compile_adamw(capability: int) -> dict[str, int]:
+    """Shared memory in bytes with and without a low-precision copy; every access must be 16 bytes, the bf16 one 8."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from draftgraph.kernels import adamw
+
+    shared_bytes = {}
+    names = adamw.adamw_kernel.arg_names
+    numbers = dict.fromkeys(("rest1", "rest2", "eps", "weight_decay"), "fp32")
+    for dtype in ("*bf16", "constexpr"):
+        types = numbers | {"values": dtype, "size": "i32", "BLOCK_N": "constexpr"}
+        signature = {name: types.get(name, "*fp32") for name in names}
+        constants = {"BLOCK_N": adamw.BLOCK_N} | ({"values": None} if dtype == "constexpr" else {})
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(names.index("size") + 1) if names[i] not in constants}
+        source = ASTSource(adamw.adamw_kernel, signature, constants, aligned)
+        options = {"num_warps": adamw.NUM_WARPS}
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        shared_bytes[f"adamw_kernel {dtype}"] = compiled.metadata.shared
+        wide = [compiled.asm["ptx"].count(f"{kind}.global.v4.b32") for kind in ("ld", "st")]
+        assert wide == [4, 4], wide
     return shared_bytes
 
 
@@ -145,4 +179,5 @@ def compile_fused(capability: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     card = int(sys.argv[1])
-    print(json.dumps(compile_anchor_attention(card) | compile_cross_entropy(card) | compile_fused(card)))
+    jobs = (compile_anchor_attention, compile_cross_entropy, compile_adamw, compile_fused)
+    print(json.dumps({name: size for job in jobs for name, size in job(card).items()}))

@@ -9,7 +9,9 @@ from draftgraph.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("ops", [kernel, reference], ids=["kernel", "twin"])
-SIZES = pytest.mark.parametrize(("M", "V"), [(1, 1), (3, 7), (5, 4096), (4, 4097), (6, 10_001)])
+# The interpreter computes with numpy, which warns of what is no number.
+NUMPY_WARNS = pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice):RuntimeWarning")
+SIZES = pytest.mark.parametrize(("M", "V"), [(1, 1), (3, 7), (5, 4096), (3, 16_385), (2, 40_001)])
 
 
 def case(M, V, dtype=torch.float32):
@@ -43,20 +45,59 @@ def test_the_gradient_is_autograds_and_takes_the_logits_place(ops, M, V):
 
 
 @BOTH
+@SIZES
+def test_one_kernel_gives_what_the_two_give(ops, M, V):
+    logits, labels, weights = case(M, V)
+    ce, log_sum, best = ops.softmax_statistics(logits, labels)
+    expected = logits.clone()
+    ops.softmax_gradient_(expected, labels, log_sum, weights)
+    found_ce, found_best = ops.cross_entropy_gradient_(logits, labels, weights)
+    assert torch.equal(found_ce, ce) and torch.equal(found_best, best)
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-9)
+
+
+@BOTH
 def test_of_equal_logits_the_first_wins(ops):
-    logits = torch.zeros(2, 9000, device=DEVICE)
-    logits[1, [17, 4500, 8999]] = 3.0
-    assert ops.softmax_statistics(logits, torch.zeros(2, dtype=torch.long, device=DEVICE))[2].tolist() == [0, 17]
+    logits = torch.full((3, 50_000), -2.0, device=DEVICE)
+    # In one group of three tiles; in a group, in another of its tile, and in an earlier one of the next tile.
+    logits[1, [17, 16_401, 32_785]] = 3.0
+    logits[2, [16_400, 16_402, 16_500, 32_769]] = 3.0
+    labels, weights = torch.zeros(3, dtype=torch.long, device=DEVICE), torch.ones(3, device=DEVICE)
+    assert ops.softmax_statistics(logits, labels)[2].tolist() == [0, 17, 16_400]
+    assert ops.cross_entropy_gradient_(logits, labels, weights)[1].tolist() == [0, 17, 16_400]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+@BOTH
+def test_logits_far_apart_neither_overflow_nor_lose_the_small_ones(ops):
+    logits = torch.full((2, 9000), -1e4, device=DEVICE)
+    logits[0, [3, 8999]] = torch.tensor([1e4, 1e4], device=DEVICE)
+    labels = torch.tensor([3, 7], device=DEVICE)
+    ce, log_sum, _ = ops.softmax_statistics(logits, labels)
+    expected = torch.tensor([2.0, 9000.0], device=DEVICE).log()
+    torch.testing.assert_close(ce, expected, rtol=0, atol=2e-3)
+    torch.testing.assert_close(log_sum, torch.tensor([1e4, -1e4], device=DEVICE) + expected, rtol=0, atol=2e-3)
+
+
+@NUMPY_WARNS
 @BOTH
 def test_a_weightless_row_is_zero_even_if_its_logits_are_not_numbers(ops):
     logits, labels, weights = case(3, 50)
     logits[0] = float("nan")
     _, log_sum, _ = ops.softmax_statistics(logits, labels)
+    fused = logits.clone()
     ops.softmax_gradient_(logits, labels, log_sum, weights)
-    assert not logits[0].any() and torch.isfinite(logits).all()
+    ops.cross_entropy_gradient_(fused, labels, weights)
+    for gradient in (logits, fused):
+        assert not gradient[0].any() and torch.isfinite(gradient).all()
+
+
+@NUMPY_WARNS
+@BOTH
+def test_one_logit_that_is_no_number_makes_the_loss_none(ops):
+    logits, labels, weights = case(3, 9000)
+    logits[1, 8500] = float("nan")
+    ce, _ = ops.cross_entropy_gradient_(logits, labels, weights)
+    assert torch.isfinite(ce).tolist() == [True, False, True]
 
 
 @pytest.mark.gpu
@@ -67,7 +108,12 @@ def test_bf16_logits_agree_with_float32_arithmetic_on_the_same_logits(V):
     truth = F.cross_entropy(logits.float(), labels, reduction="none")
     torch.testing.assert_close(ce, truth, rtol=1e-5, atol=1e-5)
     assert (logits.gather(1, best[:, None])[:, 0] == logits.amax(-1)).all()
-    expected = logits.clone()
+    expected, fused, again = logits.clone(), logits.clone(), logits.clone()
     reference.softmax_gradient_(expected, labels, log_sum, weights)
+    fused_ce, fused_best = kernel.cross_entropy_gradient_(fused, labels, weights)
     kernel.softmax_gradient_(logits, labels, log_sum, weights)
-    torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-6)
+    for gradient in (logits, fused):
+        torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-6)
+    assert torch.equal(fused_ce, ce) and torch.equal(fused_best, best) and not fused[0].any()
+    kernel.cross_entropy_gradient_(again, labels, weights)
+    assert torch.equal(again, fused)

@@ -319,10 +319,10 @@ def optimizer_error(lane: DrafterLane) -> float:
     """Error of the change of a few masters in a first step, whose moments are the clipped gradient and its square."""
     few = slice(0, 4096)
     section = lane.parts.optim
-    before, gradient = lane.optimizer.master.detach()[few].double(), lane.flat.grads[few].double()
+    before, gradient = lane.optimizer.master[few].double(), lane.flat.grads[few].double()
     norm = lane.flat.grads.norm(dtype=torch.float64) / lane.total[WEIGHT]
     gradient = gradient / lane.total[WEIGHT] / (norm / section.clip).clamp(min=1.0)
     lr = rate(lane.optimizer.step_count, lane.optimizer.num_steps, section).double()
     expected = -lr * (gradient / (gradient.abs() + section.eps) + section.weight_decay * before)
     lane.measure_and_update()
-    return relative_error(lane.optimizer.master.detach()[few].double() - before, expected)
+    return relative_error(lane.optimizer.master[few].double() - before, expected)

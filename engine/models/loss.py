@@ -1,7 +1,7 @@
 """The DFlash loss: linear cross-entropy over draft slots, chunked, with gradients formed in the forward pass.
 
-Promises: never more than `chunk_slots` rows of logits at once; the sum of weighted losses and the sum of weights, never
-their ratio (the optimizer divides once, by the global weight); fixed shapes; no host syncs.
+Promises: one workspace of `chunk_slots` rows of logits for all chunks; the sum of weighted losses and the sum of
+weights, never their ratio (the optimizer divides once, by the global weight); fixed shapes; no host syncs.
 The lm_head is frozen: no gradient to it is formed.
 """
 
@@ -47,10 +47,11 @@ def slot_targets(
     return SlotTargets(labels[..., 1:], counted[..., 1:])
 
 
-def slot_weights(counted: Tensor, cross_entropy: Tensor, rule: LossRule) -> Tensor:
-    """Detached weights of the slots, [..., K-1] float32, from whole blocks."""
+def slot_weights(counted: Tensor, cross_entropy: Tensor | None, rule: LossRule) -> Tensor:
+    """Detached weights of the slots, [..., K-1] float32, from whole blocks. Only D-PACE reads the cross-entropy."""
     mask = counted.float()
     if rule.kind == "dpace":
+        assert cross_entropy is not None
         confidence = (1 - rule.alpha) * torch.exp(-cross_entropy) + rule.alpha
         survival = torch.where(counted, confidence, 1.0).cumprod(-1)
         return mask * (survival * mask).flip(-1).cumsum(-1).flip(-1)
@@ -69,22 +70,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, lm_head, labels, counted, rule, blocks_per_chunk):
-        num_blocks = len(hidden)
+        num_blocks, block_size, _ = hidden.shape
         grad = torch.empty_like(hidden)
         grad[:, 0] = 0.0
         cross_entropy = torch.empty(counted.shape, dtype=torch.float32, device=hidden.device)
-        weights, correct = torch.empty_like(cross_entropy), torch.empty_like(counted)
+        correct = torch.empty_like(counted)
+        # D-PACE weighs a slot by the statistics of its whole block, which come with the logits.
+        known = rule.kind != "dpace"
+        weights = slot_weights(counted, None, rule) if known else torch.empty_like(cross_entropy)
         ops = cross_entropy_kernels if hidden.is_cuda else reference
+        slots = min(blocks_per_chunk, num_blocks) * (block_size - 1)
+        logits, states = hidden.new_empty(slots, len(lm_head)), hidden.new_empty(slots, hidden.shape[-1])
         for start in range(0, num_blocks, blocks_per_chunk):
             part = slice(start, min(start + blocks_per_chunk, num_blocks))
             label = labels[part].flatten()
-            logits = hidden[part, 1:].flatten(0, 1) @ lm_head.T
-            ce, log_sum, best = ops.softmax_statistics(logits, label)
+            rows, state = logits[: len(label)], states[: len(label)]
+            blocks = state.view_as(hidden[part, 1:])
+            blocks.copy_(hidden[part, 1:])
+            torch.mm(state, lm_head.T, out=rows)
+            if known:
+                ce, best = ops.cross_entropy_gradient_(rows, label, weights[part].flatten())
+                cross_entropy[part] = ce.view_as(cross_entropy[part])
+            else:
+                ce, log_sum, best = ops.softmax_statistics(rows, label)
+                cross_entropy[part] = ce.view_as(cross_entropy[part])
+                weights[part] = slot_weights(counted[part], cross_entropy[part], rule)
+                ops.softmax_gradient_(rows, label, log_sum, weights[part].flatten())
             correct[part] = (best == label).view_as(correct[part])
-            cross_entropy[part] = ce.view_as(cross_entropy[part])
-            weights[part] = slot_weights(counted[part], cross_entropy[part], rule)
-            ops.softmax_gradient_(logits, label, log_sum, weights[part].flatten())
-            grad[part, 1:] = (logits @ lm_head).unflatten(0, counted[part].shape)
+            # The states have been read: their gradient takes their place.
+            torch.mm(rows, lm_head, out=state)
+            grad[part, 1:] = blocks
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(weights, correct)
         return torch.where(counted, weights * cross_entropy, 0.0).sum(), weights, correct

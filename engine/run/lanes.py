@@ -121,7 +121,7 @@ class DrafterLane:
     def state(self) -> dict[str, Tensor]:
         """Everything that an optimizer step writes."""
         return {
-            "master": self.optimizer.master.detach(),
+            "master": self.optimizer.master,
             "values": self.flat.values,
             "grads": self.flat.grads,
             "sums": self.sums,
@@ -167,7 +167,6 @@ class DrafterLane:
         self.optimizer.update()
         scalars = [self.optimizer.grad_norm, self.optimizer.lr, self.optimizer.skipped]
         self.published.copy_(torch.cat([self.total, torch.stack(scalars)]))
-        self.flat.grads.zero_()
         self.sums.zero_()
 
     def replay(self, bucket: Bucket) -> None:

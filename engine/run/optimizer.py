@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from draftgraph.engine.config import OptimSection
+from draftgraph.kernels import fused, reference
 
 
 class FlatParameters:
@@ -47,7 +48,7 @@ class OptimizerShard:
     Args:
         total: [M] float32, sums over all drafters of a step; total[weight_index] is the global loss weight.
         norm_squared: [1] float32, the squared norm of all slices of the summed gradient.
-    Source: AdamW is torch's fused kernel, which takes a device-side rate, gradient scale and skip flag.
+    Owns: master [P/D], the values themselves where those are float32; state: both moments and the count of updates.
     """
 
     def __init__(
@@ -63,45 +64,30 @@ class OptimizerShard:
         device = flat.values.device
         self.flat, self.low, self.high, self.section = flat, low, high, section
         self.total, self.weight_index = total, weight_index
+        values, self.grads = flat.values[low:high], flat.grads[low:high]
         # Where the parameters are float32 already they are their own masters.
-        values = flat.values[low:high]
-        self.master = nn.Parameter(values if values.dtype == torch.float32 else values.float())
-        self.master.grad = flat.grads[low:high]
+        self.values = None if values.dtype == torch.float32 else values
+        self.master = values if self.values is None else values.float()
         scalar = partial(torch.zeros, (), dtype=torch.float32, device=device)
         self.lr, self.step_count, self.skipped, self.grad_norm = scalar(), scalar(), scalar(), scalar()
+        self.grad_scale, self.skip = scalar(), scalar()
         self.num_steps = scalar().fill_(num_steps)
         self.norm_squared = scalar().view(1)
-        self.adamw = torch.optim.AdamW(
-            [self.master],
-            lr=self.lr,
-            betas=(section.betas[0], section.betas[1]),
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            fused=True,
-            capturable=True,
-        )
-        zeros = torch.zeros_like(self.master, requires_grad=False)
-        self.adamw.state[self.master] = {
+        self.state = {
             "step": scalar(),
-            "exp_avg": zeros.clone(),
-            "exp_avg_sq": zeros,
+            "exp_avg": torch.zeros_like(self.master),
+            "exp_avg_sq": torch.zeros_like(self.master),
         }
-        self.grad_scale, self.found_inf = scalar().fill_(1.0), scalar()
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return self.adamw.state[self.master]
 
     @torch.no_grad()
     def measure(self) -> None:
         """Squared norm of this slice's gradient sum."""
-        norm = torch.linalg.vector_norm(self.flat.grads[self.low : self.high])
+        norm = torch.linalg.vector_norm(self.grads)
         self.norm_squared.copy_((norm * norm).view(1))
 
     @torch.no_grad()
     def update(self) -> None:
-        """One step from the gradient sum, the global weight and the global norm, all on the device."""
+        """One step from the gradient sum, the global weight and the global norm; then all gradients are zero."""
         section = self.section
         weight = self.total[self.weight_index]
         # A step in which no slot counted has no gradient: divide by one, keep the state.
@@ -109,16 +95,30 @@ class OptimizerShard:
         norm = self.norm_squared[0].sqrt() / divisor
         self.grad_norm.copy_(norm)
         usable = torch.isfinite(norm) & (weight > 0)
-        self.found_inf.copy_(torch.where(usable, 0.0, 1.0))
-        self.skipped.add_(self.found_inf)
+        self.skip.copy_(torch.where(usable, 0.0, 1.0))
+        self.skipped.add_(self.skip)
         # The kernel divides the gradient by grad_scale: by the weight, and by norm / clip where that is above one.
         self.grad_scale.copy_(torch.where(usable, divisor * (norm / section.clip).clamp(min=1.0), 1.0))
         self.lr.copy_(rate(self.step_count, self.num_steps, section))
-        self.adamw.step()
+        ops = fused if self.master.is_cuda else reference
+        ops.adamw_(
+            self.grads,
+            self.master,
+            self.state["exp_avg"],
+            self.state["exp_avg_sq"],
+            self.values,
+            self.lr,
+            self.state["step"],
+            self.grad_scale,
+            self.skip,
+            (section.betas[0], section.betas[1]),
+            section.eps,
+            section.weight_decay,
+        )
         self.step_count.add_(1)
-        values = self.flat.values[self.low : self.high]
-        if values.dtype != torch.float32:
-            values.copy_(self.master)
+        # The peers' slices: their owners have added them to their own.
+        self.flat.grads[: self.low].zero_()
+        self.flat.grads[self.high :].zero_()
 
     @torch.no_grad()
     def reset(self) -> None:

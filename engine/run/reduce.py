@@ -21,7 +21,7 @@ class Reduction:
         self.drafters = drafters
         if len(drafters) == 1:
             return
-        self.inboxes = [torch.empty_like(d.optimizer.master, requires_grad=False) for d in drafters]
+        self.inboxes = [torch.empty_like(d.optimizer.master) for d in drafters]
         self.sums = [torch.zeros(len(drafters), d.sums.numel(), device=d.device) for d in drafters]
         self.norms = [torch.zeros(len(drafters), 1, device=d.device) for d in drafters]
         self.points = [Event(d.device) for d in drafters]
