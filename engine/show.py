@@ -74,9 +74,10 @@ def show_plan(console: Console, values: dict[str, Any]) -> None:
 def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
     captured = evidence["mode"] == "graph"
     graphs = evidence["graphs"]
-    console.print(columns_table("What each step costs", [costs(row, captured) for row in graphs]))
+    console.print(columns_table("What each step takes", [times(row, captured) for row in graphs]))
     if captured:
-        console.print(columns_table("What the largest graph of each kind holds, read from the graph", holdings(graphs)))
+        console.print(columns_table("What each graph is", [sizes(row) for row in graphs]))
+        console.print(columns_table("Kernels in the largest graph of each kind", holdings(graphs)))
         console.print(columns_table("Pools", [pool(row) for row in evidence["lanes"]]))
     for op, called in evidence["ops"].items():
         fell_back = captured and called.startswith("transformers.")
@@ -101,40 +102,46 @@ def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
         )
 
 
-def costs(row: dict[str, Any], captured: bool) -> dict[str, str]:
-    """One step of the evidence table."""
-    number = row["lane"].split()[-1]
-    name = {"graph" if captured else "step": f"{row['step']} {number}", "bucket": row["bucket"] or "-"}
-    if not captured:
-        return {**name, "eager ms": cell("", row["eager_ms"])}
+def step_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {"step": f"{row['step']} {row['lane'].split()[-1]}", "bucket": row["bucket"] or "-"}
+
+
+def times(row: dict[str, Any], captured: bool) -> dict[str, str]:
+    """What one step of the evidence takes, eager and replayed."""
     eager, replayed, share = row["eager_ms"], row["replay_ms"], row["gemm_ceiling_share"]
+    if not captured:
+        return {**step_cells(row), "eager ms": cell("", eager)}
     return {
-        **name,
+        **step_cells(row),
         "launches": f"{row['eager_launches']} > 1" if row["eager_launches"] else "-",
         "eager ms": cell("", eager),
         "replay ms": cell("", replayed),
         "ratio": f"{eager / replayed:.2f}" if eager and replayed else "-",
         "GEMM/ceiling": "-" if share is None else f"{share:.2f}",
+    }
+
+
+def sizes(row: dict[str, Any]) -> dict[str, str]:
+    """What one graph of the evidence takes, and that it is right."""
+    return {
+        **step_cells(row),
+        "nodes": cell("", row["nodes"]),
         "pool": bytes_text(row["pool_bytes"]),
-        "exec.": bytes_text(row["executable_bytes"]),
-        "capture s": cell("", row["capture_seconds"]),
+        "executable": bytes_text(row["executable_bytes"]),
+        "capture ms": cell("", row["capture_seconds"] and 1e3 * row["capture_seconds"]),
         "diff.": cell("", row["max_difference"]),
     }
 
 
 def holdings(graphs: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Kernels per family of the first, largest graph of every step of every lane."""
-    largest: dict[tuple[str, str], dict[str, Any]] = {}
+    """Per family, how many kernels the first, largest graph of every step of every lane holds."""
+    largest: dict[str, dict[str, int]] = {}
     for row in graphs:
-        largest.setdefault((row["lane"], row["step"]), row)
-    counted = [row["families"] or {} for row in largest.values()]
-    names = sorted(
-        {name for row in counted for name in row}, key=lambda name: -sum(row.get(name, 0) for row in counted)
-    )
+        largest.setdefault(step_cells(row)["step"], row["families"] or {})
+    totals = {name: sum(counts.get(name, 0) for counts in largest.values()) for c in largest.values() for name in c}
     return [
-        {"graph": f"{step} {lane.split()[-1]}", "nodes": cell("", row["nodes"])}
-        | {name.replace("_", " "): cell("", (row["families"] or {}).get(name, 0)) for name in names}
-        for (lane, step), row in largest.items()
+        {"family": name.replace("_", " ")} | {step: cell("", counts.get(name, 0)) for step, counts in largest.items()}
+        for name in sorted(totals, key=lambda name: -totals[name])
     ]
 
 
