@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 # Where the two factors stand among the arguments.
-_FACTORS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+_FACTORS = {_aten.mm: 0, _aten.bmm: 0, _aten._grouped_mm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 
 
 class CountProducts(TorchDispatchMode):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-_OUTSIDE = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), str(Path(__file__).parent / "syncs.py"))
+_TORCH, _STDLIB = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
+_SYNCS = str(Path(__file__).parent / "syncs.py")
 
 
 def innermost(frames: Sequence[traceback.FrameSummary], limit: int = 1) -> str:
@@ -16,5 +17,11 @@ def innermost(frames: Sequence[traceback.FrameSummary], limit: int = 1) -> str:
     Args:
         frames: outermost first, as `traceback.extract_stack` gives them.
     """
-    ours = [frame for frame in frames if not frame.filename.startswith(_OUTSIDE)] or list(frames)
+    ours = [frame for frame in frames if _is_ours(frame.filename)] or list(frames)
     return " <- ".join(f"{Path(f.filename).name}:{f.lineno} `{f.line or f.name}`" for f in reversed(ours[-limit:]))
+
+
+def _is_ours(filename: str) -> bool:
+    # Installed packages may lie inside the standard library's folder.
+    is_python = filename.startswith(_STDLIB) and "site-packages" not in filename and "dist-packages" not in filename
+    return not is_python and not filename.startswith((_TORCH, _SYNCS))

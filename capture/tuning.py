@@ -81,13 +81,13 @@ def _autotuners() -> Iterator[tuple[str, Any]]:
     for module_name, module in sorted(sys.modules.items()):
         if module_name.split(".")[0] not in PACKAGES:
             continue
-        for attribute, value in sorted(vars(module).items()):
+        for value in list(vars(module).values()):
             # A kernel may be wrapped, in heuristics for instance.
             while value is not None and not isinstance(value, Autotuner):
                 value = getattr(value, "fn", None) if type(value).__module__.startswith("triton") else None
             if value is not None and id(value) not in seen:
                 seen.add(id(value))
-                yield f"{module_name}.{attribute}", value
+                yield f"{value.base_fn.__module__}.{value.base_fn.__qualname__}", value
 
 
 def _fields(config: Any) -> dict[str, Any]:

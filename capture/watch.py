@@ -35,6 +35,7 @@ class SteadyWatch:
         self.late_compilations = 0
         self.late_captures = 0
         self.findings: list[str] = []
+        self.broken = False  # by this process: what NVML sees may be another's
         self._told: set[str] = set()
         self._last_step = 0
 
@@ -54,7 +55,7 @@ class SteadyWatch:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Waits and compilations of the calling thread inside the block are findings at the next mark."""
+        """Waits of the calling thread, and compilations, inside the block are findings at the next mark."""
         with count_syncs() as syncs, count_compilations() as compilations:
             self._syncs, self._compilations = syncs, compilations
             try:
@@ -68,18 +69,19 @@ class SteadyWatch:
         """Read the counters after `step`; returns what is found for the first time. Call it inside `steady`."""
         self.memory.mark()
         self.late_captures = CapturedGraph.num_captures - self._captures
-        fresh = {kind: text for kind, text in self._found().items() if kind not in self._told}
+        fresh = self._found()
         self._told |= set(fresh)
+        self.broken |= bool(set(fresh) - {"used"})
         lines = [f"steady state broken between step {self._last_step} and {step}: {text}" for text in fresh.values()]
         self._last_step = step
         self.findings += lines
         return lines
 
     def _found(self) -> dict[str, str]:
-        """Each kind of trouble since the baseline, or since this steady stretch began."""
+        """Each kind of trouble, not told before, since the baseline or since this steady stretch began."""
         grown, names = self.memory.growth(), self._compilations.names
         found = {}
-        if count := grown["alloc_count"]:
+        if (count := grown["alloc_count"]) and "allocation" not in self._told:
             size = grown["alloc_bytes"] / MIB
             found["allocation"] = f"{count} allocations, {size:.2f} MiB, the first at {self._allocation()}"
         if change := grown["reserved_bytes"]:
@@ -92,7 +94,7 @@ class SteadyWatch:
             found["compilation"] = f"Triton compiled or loaded {len(names)} kernels: {', '.join(names[:3])}"
         if self.late_captures:
             found["capture"] = f"{self.late_captures} graphs were captured"
-        return found
+        return {kind: text for kind, text in found.items() if kind not in self._told}
 
     def _allocation(self) -> str:
         """Where the first allocation since the baseline was made."""

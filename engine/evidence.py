@@ -81,7 +81,7 @@ def device_row(
     """One device: what was free before the models were loaded, what took it, what is left, and a sentence that says so.
 
     Args:
-        persistent: bytes of tensors that live outside the pools: weights, states, buffers.
+        persistent: bytes of tensors that live outside the pools: weights, states, buffers, cuBLAS's workspaces.
     """
     here = [row for row in graphs if row["device"] == str(device)]
     captured = device.type == "cuda" and any(row["nodes"] is not None or row["pool_bytes"] is not None for row in here)
@@ -127,7 +127,13 @@ def check_ops(demanded: dict[str, str], graphs: Sequence[dict[str, Any]], allowe
     Raises:
         CaptureError: an op is implemented otherwise.
     """
-    found = merged(row["implementations"] for row in graphs if row["step"] == "target")
+    targets = [row for row in graphs if row["step"] == "target"]
+    if demanded and any(row["kernels"] is None for row in targets):
+        raise CaptureError(
+            "capture.ops: the captured graphs cannot be read, so what they hold is not known; pip install "
+            "cuda-bindings, or remove capture.ops from the profile"
+        )
+    found = merged(row["implementations"] for row in targets)
     for op, wanted in demanded.items():
         if found.get(op) != [wanted] and wanted not in allowed:
             how = f"by {', '.join(found[op])}" if op in found else "by no kernel that is known for it"

@@ -73,6 +73,11 @@ class Plan:
             "tokenizer": self.rows.fingerprint,
             "data": self.rows.digest,
             "reuse": self.profile.drafter.reuse,
+            "chunk_slots": self.profile.drafter.chunk_slots,
+            "placement": {
+                "targets": len(self.profile.placement.targets),
+                "drafters": len(self.profile.placement.drafters),
+            },
             "draw": dataclasses.asdict(self.draw),
             "buckets": [b.name for b in self.buckets],
             "loss": dataclasses.asdict(self.rule),

@@ -123,7 +123,8 @@ def warm_engine(
 ) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """An engine, warmed up and verified, and its evidence, which is written to warmup.json.
 
-    What kernels tuned themselves to is saved in tuning.json, and taken from there on a resume.
+    Args:
+        resume: take what kernels tuned themselves to from the folder's tuning.json, where there is one.
     """
     placement, tuned = plan.profile.placement, folder / "tuning.json"
     with readable_errors(plan):
@@ -133,7 +134,6 @@ def warm_engine(
         with progress_bar(console) as progress:
             evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
-        tuning.save(tuned)
         yield engine, evidence
         # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.
         engine.close()
@@ -142,11 +142,7 @@ def warm_engine(
 def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
     """The summary of `draftgraph warmup`."""
     plan = make_plan(profile)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
-    with warm_engine(plan, folder, console) as (_, evidence):
+    with locked(folder), warm_engine(plan, folder, console) as (_, evidence):
         return evidence
 
 
@@ -157,6 +153,7 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
         start = open_run(folder, plan, resume, console)
         plan.rows.verify()
         with warm_engine(plan, folder, console, resume) as (engine, evidence):
+            tuning.save(folder / "tuning.json")
             return run(engine, evidence, folder, start, console)
 
 
@@ -178,7 +175,8 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
     first_micro_step = first_step * profile.optim.accumulate
     log = folder / "metrics.jsonl"
     tally = Tally(plan.shape.block_size, log, first_step)
-    watch = SteadyWatch(engine.devices)
+    # An eager run allocates at every step, as the profile says.
+    watch = SteadyWatch(engine.devices if profile.capture.mode == "graph" else [])
     writer = CheckpointWriter(
         folder / "checkpoints",
         log,
@@ -191,7 +189,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         profile.optim.max_skipped,
         skipped,
         engine.rows_of,
-        lambda: writer.last_step,
+        lambda: writer.last_written,
         lambda line: console.print(line, markup=False),
     )
     loading = engine.loader(first_micro_step // profile.drafter.reuse)
@@ -200,11 +198,16 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         step, started = first_step, time.perf_counter()
         watch.open(step)
 
+        def mark() -> None:
+            for line in watch.mark(step):
+                console.print(Text(line, style="bold red"))
+
         def save() -> None:
+            since = time.perf_counter()
             scheduler.drain()
             health.look(tally.add(late.finished(wait=True)))
             plan.rows.check_unchanged()
-            scheduler.copied = writer.save(step, scheduler.micro_step)
+            scheduler.copied = writer.save(step, scheduler.micro_step, since)
 
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
@@ -217,15 +220,15 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                             step += 1
                             health.look(tally.add(late.finished()))
                             writer.poll()
-                            if step % profile.log.every == 0 or step == segment_end:
-                                for line in watch.mark(step):
-                                    console.print(Text(line, style="bold red"))
+                            if step % profile.log.every == 0:
+                                mark()
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
                                 progress.update(task, completed=step, description=tally.headline(rate))
+                        mark()
                     requests.checkpoint = False
                     save()
                     progress.update(task, completed=step)
-                    if broken(watch, profile):
+                    if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
                             f"{watch.findings[0]}. The profile says capture.watch = 'strict': stopped after step "
                             f"{step}, checkpoint written. Mend the cause, or go on with --resume --set "
@@ -295,7 +298,7 @@ def issue(scheduler: Scheduler, late: LateFigures, step: int) -> None:
 
 def broken(watch: SteadyWatch, profile: Profile) -> bool:
     """Whether what the watch found ends the run."""
-    return bool(watch.findings) and profile.capture.watch == "strict"
+    return watch.broken and profile.capture.watch == "strict"
 
 
 def next_checkpoint(step: int, profile: Profile) -> int:

@@ -31,9 +31,9 @@ class Phases:
 
     NAMES = ("warm up", "verification", "capture")
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, total: int) -> None:
         self.progress = progress
-        self.task = progress.add_task("warm up", total=5)
+        self.task = progress.add_task("warm up", total=total)
         self.seconds = dict.fromkeys(self.NAMES, 0.0)
         self.name, self.since = self.NAMES[0], time.perf_counter()
 
@@ -62,7 +62,7 @@ def warm_up(
     section = engine.plan.profile.capture
     lanes, captured = engine.rig.lanes, section.mode == "graph"
     choices = tuning.restore(tuned) if tuned else None
-    phases = Phases(progress)
+    phases = Phases(progress, total=4 if captured else 3)
     worst, references = None, None
     try:
         with torch.random.fork_rng(devices=[]):
@@ -84,6 +84,9 @@ def warm_up(
                 phases.enter("verification", "compare replays")
                 compare(lanes, references)
             phases.enter("warm up", "initialise")
+            if len(engine.rig.drafters) > 1:
+                # Sums and copies between drafters are in no graph: their kernels load here, not in the first step.
+                engine.rig.reduction.step()
             engine.initialise()
     finally:
         phases.close()

@@ -50,7 +50,7 @@ def test_a_choice_that_was_not_saved_is_refused_by_name(tuner, tmp_path):
     tuning.save(tmp_path / "tuning.json")
     saved = tuning.restore(tmp_path / "tuning.json")
     tuner.cache[(128,)] = CANDIDATES[0]
-    with pytest.raises(CaptureFailure, match=r"fla\.a_test\.copy_kernel was tuned anew for \[128\]"):
+    with pytest.raises(CaptureFailure, match=r"test_capture_tuning\.copy_kernel was tuned anew for \[128\]"):
         tuning.refuse_new(saved)
 
 
@@ -62,7 +62,7 @@ def test_another_choice_than_the_saved_one_and_a_damaged_file_are_refused(tuner,
     tuner.cache[(64,)] = CANDIDATES[1]
     with pytest.raises(CaptureFailure, match=r"tuned anew for \[64\]"):
         tuning.refuse_new(saved)
-    for damage in (path.read_text()[:-9], '{"fla.a_test.copy_kernel": {"[64]": {"warps": 1}}}', "[]"):
+    for damage in (path.read_text()[:-9], '{"test_capture_tuning.copy_kernel": {"[64]": {"warps": 1}}}', "[]"):
         path.write_text(damage)
         with pytest.raises(CaptureFailure, match=r"cannot read what kernels tuned themselves to.*Remove the file"):
             tuning.restore(path)

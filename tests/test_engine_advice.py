@@ -1,5 +1,6 @@
 """What to change where a device runs out of memory: sizes that `plan` itself predicts to be smaller."""
 
+import pytest
 import torch
 from tiny import ordinary_rows, tiny_profile
 
@@ -34,11 +35,9 @@ def test_a_run_that_cannot_shrink_is_told_so(tmp_path):
 
 
 def test_running_out_of_memory_reaches_the_user_with_the_advice(tmp_path):
-    try:
-        with readable_errors(large_plan(tmp_path)):
-            raise DeviceMemoryExhausted("capturing step 'drafter' of bucket 'r4-s48-a8' ran out of memory", CPU)
-    except CaptureError as error:
-        assert str(error).startswith(
-            "capturing step 'drafter' of bucket 'r4-s48-a8' ran out of memory. `plan` predicts"
-        )
-        assert "--set buckets.draft_tokens=2048" in str(error)
+    with pytest.raises(CaptureError) as raised, readable_errors(large_plan(tmp_path)):
+        raise DeviceMemoryExhausted("capturing step 'drafter' of bucket 'r4-s48-a8' ran out of memory", CPU)
+    assert str(raised.value).startswith(
+        "capturing step 'drafter' of bucket 'r4-s48-a8' ran out of memory. `plan` predicts"
+    )
+    assert "--set buckets.draft_tokens=2048" in str(raised.value)

@@ -1,7 +1,11 @@
 """A run from end to end in miniature: determinism, resume, many logical devices, awkward rows."""
 
+import io
 import json
+import os
 import re
+import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -10,11 +14,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import VOCAB, ordinary_rows, tiny_profile, write_target
 
+from draftgraph.capture.graph import CapturedGraph
 from draftgraph.engine.data.shards import ShardWriter
 from draftgraph.engine.errors import CaptureError, DataError, RunError, UsageError
 from draftgraph.engine.models.target import load_config
 from draftgraph.engine.plan import make_plan, matrix_parameters
 from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.metrics import LateFigures
 from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.train import locked, train
 
@@ -196,8 +202,7 @@ def test_a_row_that_cannot_be_read_ends_the_run_but_not_what_was_trained(tmp_pat
         writer.finish({})
     with pytest.raises(DataError, match="damaged: row 23"):
         run(profile, tmp_path / "run")
-    # Verification reads rows too; where it met the bad one, nothing was trained yet.
-    assert checkpoint.found(tmp_path / "run" / "checkpoints") or not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert checkpoint.found(tmp_path / "run" / "checkpoints")
 
 
 @pytest.mark.parametrize("name", ["tokens-00000.npy", "mask-00000.npy"])
@@ -351,3 +356,47 @@ def test_a_users_own_profile_is_never_overwritten(tmp_path):
     with pytest.raises(RunError, match="not a run's"):
         run(tiny_profile(tmp_path), tmp_path)
     assert (tmp_path / "profile.toml").read_text() == "# mine"
+
+
+def late_capture_at(step, monkeypatch, then=lambda: None):
+    """What a graph that is captured during the run does to the counter that is watched."""
+    real = LateFigures.publish
+
+    def publish(self, published_step, *arguments):
+        real(self, published_step, *arguments)
+        if published_step == step:
+            CapturedGraph.num_captures += 1
+            then()
+
+    monkeypatch.setattr(LateFigures, "publish", publish)
+
+
+def test_what_broke_the_steady_state_before_a_signal_is_told_all_the_same(tmp_path, monkeypatch):
+    late_capture_at(3, monkeypatch, then=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    summary = run(tiny_profile(tmp_path, log={"every": 10}), tmp_path / "run")
+    assert summary["steady_state"] == "steady state broken between step 0 and 3: 1 graphs were captured"
+    assert summary["late_captures"] == 1
+
+
+def test_a_strict_run_stops_with_a_checkpoint_where_its_steady_state_breaks(tmp_path, monkeypatch):
+    late_capture_at(3, monkeypatch)
+    profile = tiny_profile(tmp_path, log={"every": 1}, checkpoint={"every": 5}, capture={"watch": "strict"})
+    with pytest.raises(RunError, match=r"1 graphs were captured.*strict.*stopped after step 3"):
+        run(profile, tmp_path / "run")
+    assert checkpoint.found(tmp_path / "run" / "checkpoints")[-1].name == "step-000003"
+    assert run(profile, tmp_path / "run", resume=True)["steps"] == 6
+
+
+def test_a_strict_run_that_breaks_in_its_last_step_is_complete_and_says_so(tmp_path, monkeypatch):
+    late_capture_at(6, monkeypatch)
+    summary = run(tiny_profile(tmp_path, capture={"watch": "strict"}), tmp_path / "run")
+    assert summary["steps"] == 6 and "1 graphs were captured" in summary["steady_state"]
+
+
+def test_a_resume_with_other_drafters_says_that_it_is_not_bitwise(tmp_path):
+    run(tiny_profile(tmp_path, checkpoint={"every": 3}), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000006")
+    two = tiny_profile(tmp_path, placement={"drafters": ["cpu", "cpu"], "look_ahead": 1})
+    said = Console(record=True, width=400, file=io.StringIO())
+    train(two, tmp_path / "run", True, said)
+    assert "placement.drafters is 2, was 1 at step-000003: from here on not the bits" in said.export_text()

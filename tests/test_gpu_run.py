@@ -8,7 +8,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny import ordinary_rows, tiny_profile
+from triton.runtime.autotuner import Autotuner
 
+from draftgraph.capture import tuning
 from draftgraph.engine.train import train
 
 pytestmark = pytest.mark.gpu
@@ -61,14 +63,23 @@ def test_the_same_profile_and_seed_train_the_same_bits(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_resumed_hybrid_run_takes_the_saved_tuning_and_gives_the_bits_of_one_that_never_stopped(tmp_path):
+def refuse_to_tune(*_):
+    raise AssertionError("a kernel tuned itself anew")
+
+
+def test_a_resumed_hybrid_run_takes_the_saved_tuning_and_gives_the_bits_of_a_whole_one(tmp_path, monkeypatch):
     changes = {"family": "qwen3_5_text", "buckets": {"count": 1}, "checkpoint": {"every": 4, "keep": 2}}
     _, whole = run(tmp_path, "whole", **changes)
     shutil.rmtree(tmp_path / "whole" / "checkpoints" / "step-000008")
     saved = json.loads((tmp_path / "whole" / "tuning.json").read_text())
     assert any("gated_delta" in kernel for kernel in saved)
+    # As in a new process, where in addition nothing may be tuned.
+    for _, tuner in tuning._autotuners():
+        tuner.cache.clear()
+    for method in ("_bench", "check_disk_cache"):
+        monkeypatch.setattr(Autotuner, method, refuse_to_tune)
     summary, resumed = run(tmp_path, "whole", resume=True, **changes)
-    assert summary["first_step"] == 4
+    assert summary["first_step"] == 4 and tuning.choices() == saved
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 

@@ -156,7 +156,7 @@ class FusedForward:
         self.require_close(taps, expected, "the chain of layers")
 
     def require_close(self, found: Tensor, expected: Tensor, part: str) -> None:
-        difference, allowed = relative_difference(found, expected).item(), ALLOWED[found.dtype]
+        difference, allowed = worst_token_difference(found, expected).item(), ALLOWED[found.dtype]
         if not difference <= allowed:
             raise CaptureError(
                 f"the fused forward of target family {self.family!r} differs from its module in {part} by "
@@ -164,7 +164,7 @@ class FusedForward:
             )
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> Tensor:
+def worst_token_difference(found: Tensor, expected: Tensor) -> Tensor:
     """Of the worst token: in many models the first one is so large that it would hide the others."""
     return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from draftgraph.capture.syncs import count_syncs
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.models.forward import choose_forward
-from draftgraph.engine.models.fused import relative_difference
+from draftgraph.engine.models.fused import worst_token_difference
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
 from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops
 from draftgraph.profiles.load import MODELS
@@ -274,7 +274,7 @@ class Target:
                 raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
 
     def check_loop(self, taps: Tensor, expected: Tensor) -> None:
-        difference = relative_difference(taps, expected).item()
+        difference = worst_token_difference(taps, expected).item()
         allowed = 2e-2 if self.dtype == torch.bfloat16 else 1e-4
         if not difference <= allowed:
             raise unsupported(

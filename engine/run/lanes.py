@@ -28,7 +28,7 @@ Filler = Callable[[Bucket, int, BatchViews], None]
 
 
 class Taps(NamedTuple):
-    """What an extraction reads on the host: which layers it taps, and how many hooks run with them."""
+    """What an extraction reads on the host: which layers it taps, and how many hooks its layers have."""
 
     layers: tuple[int, ...]
     hooks: int

@@ -1,8 +1,9 @@
 """Checkpoints in the background: copied from the devices between two updates, hashed and written by one thread.
 
-Promises: host memory is taken once; the training thread waits only for the checkpoint before, where the disk is slower
-than the interval; the thread touches no device (it starts after capture, and reads host memory that has arrived); what
-goes wrong in it is raised at the next checkpoint or at the end, which waits for it.
+Promises: host memory is taken once; beside the step's end, which the caller waits for, the training thread waits only
+for the checkpoint before, where the disk is slower than the interval; the thread touches no device (it starts after
+capture, and reads host memory that has arrived); what goes wrong in it is raised at the next checkpoint or at the end,
+which waits for it.
 """
 
 import threading
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import flush
 from draftgraph.engine.run.lanes import DrafterLane
@@ -41,7 +43,8 @@ class CheckpointWriter:
         last_step: int = -1,
     ):
         self.folder, self.log, self.drafters = folder, log, drafters
-        self.identity, self.keep, self.last_step = identity, keep, last_step
+        self.identity, self.keep = identity, keep
+        self.last_step = self.last_written = last_step
         self.pause_ms_max = 0.0
         flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
         self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
@@ -55,15 +58,16 @@ class CheckpointWriter:
         checkpoint.sweep(folder)
 
     @torch.no_grad()
-    def save(self, step: int, micro_step: int) -> list[Event]:
+    def save(self, step: int, micro_step: int, since: float) -> list[Event]:
         """Begin a checkpoint of `step`, which was issued in full; one that is written already is not written again.
 
+        Args:
+            since: when the training thread began to wait for it, by time.perf_counter.
         Returns:
             Events, one per drafter, that its next update must wait for: it overwrites what is being copied.
         Raises:
             RunError: the checkpoint before could not be written.
         """
-        started = time.perf_counter()
         self.wait()
         if step == self.last_step:
             return []
@@ -83,7 +87,7 @@ class CheckpointWriter:
             copied.record(stream)
         self.arriving, self.last_step = {"step": step, "micro_step": micro_step}, step
         self.poll()
-        self.pause_ms_max = max(self.pause_ms_max, 1e3 * (time.perf_counter() - started))
+        self.pause_ms_max = max(self.pause_ms_max, 1e3 * (time.perf_counter() - since))
         return self.copied
 
     def poll(self) -> None:
@@ -117,6 +121,13 @@ class CheckpointWriter:
             scalars = {**position, "updates": updates, "skipped": skipped, **self.identity}
             flush(self.log)
             checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep)
+            self.last_written = position["step"]
+        except OSError as error:
+            self.error = RunError(
+                f"cannot write the checkpoint of step {position['step']}: {error}. The last good one is untouched; "
+                "mend the cause, then go on with --resume"
+            )
+            self.error.__cause__ = error
         except BaseException as error:
             self.error = error
 
