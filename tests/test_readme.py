@@ -3,13 +3,17 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+
+from draftgraph.profiles.load import WARMUP_SCHEMA
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 RESULTS = sorted((ROOT / "profiles" / "results").glob("*.json"))
 BENCHES = [path for path in RESULTS if path.name.startswith("bench-")]
-RECEIPTS = [path for path in RESULTS if path not in BENCHES]
+TRACES = [path for path in RESULTS if path.name.startswith("trace-")]
+RECEIPTS = [path for path in RESULTS if path not in BENCHES + TRACES]
 
 
 @pytest.mark.parametrize("path", RECEIPTS, ids=lambda path: path.stem)
@@ -23,7 +27,27 @@ def test_the_figures_of_a_receipt_are_those_of_the_readme(path):
     if receipt["gpu"]:
         ours = receipt["ours"]
         assert ours["alloc_bytes_per_step"] == ours["device_used_range_bytes"] == ours["host_syncs_per_step"] == 0
-        assert all(row["max_difference"] == 0 for row in receipt["warmup"]["graphs"])
+        assert ours["verified"] and ours["steady_state"] == "as warm-up left it"
+        graphs = receipt["warmup"]["graphs"] if receipt["warmup"] else []
+        assert all(row["max_difference"] == 0 for row in graphs)
+        assert all(row["pool_over_largest"] <= 1.1 for row in (receipt["warmup"] or {"lanes": []})["lanes"])
+
+
+def test_the_evidence_is_that_of_a_receipt():
+    warmup = json.loads((ROOT / "profiles" / "results" / "qwen3.5-0.8b-1gpu.json").read_text())["warmup"]
+    jsonschema.validate(warmup, json.loads(WARMUP_SCHEMA.read_text()))
+    (device,) = warmup["devices"]
+    assert device["sentence"] in README and f"{device['guard_us_max']:.0f} us" in README
+    shown = [row for row in warmup["graphs"] if f"| {row['step']} | {row['bucket'] or '-'} |" in README]
+    assert len(shown) == 7
+    assert all(f"| {row['eager_ms']:.1f} ms | {row['replay_ms']:.1f} ms |" in README for row in shown)
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_the_host_calls_of_a_trace_are_those_of_the_readme(path):
+    ours = json.loads(path.read_text())["ours"]
+    assert f"{ours['host_calls_per_micro_step_max']} calls per micro-step" in README
+    assert ours["host_calls_per_micro_step_max"] <= 24 and ours["kernel_launches_per_step"] == 0
 
 
 def test_the_ratios_of_bench_receipts_are_those_of_the_readme():
