@@ -43,8 +43,8 @@ def resolve_device(name: str) -> torch.device:
         if device.index >= found:
             raise UsageError(
                 f"profile: placement names {name}, this machine has {found} CUDA devices; "
-                "use a CPU profile (smollm2-cpu), or --set placement.targets=['cpu'] placement.drafters=['cpu'] "
-                "capture.mode=eager"
+                "use a CPU profile (smollm2-cpu), or, for a small target, --set 'placement.targets=[\"cpu\"]' "
+                "'placement.drafters=[\"cpu\"]' capture.mode=eager"
             )
     elif device.type != "cpu":
         raise UsageError(f"profile: placement names the device {name!r}; write cpu or cuda:N")

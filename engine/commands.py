@@ -53,7 +53,7 @@ def plan(args: argparse.Namespace, console: Console) -> Summary:
 
     values = summary(make_plan(load_profile(args.profile, args.assignments)))
     if not args.json:
-        show_plan(console, values)
+        show_plan(Console(), values)
     return values
 
 
@@ -67,7 +67,7 @@ def warmup(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.train import warmup as warm_up
 
     evidence = warm_up(load_profile(args.profile, args.assignments), run_folder(args), console)
-    show_warmup(console, evidence)
+    show_warmup(console if args.json else Console(), evidence)
     return evidence
 
 

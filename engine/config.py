@@ -217,14 +217,15 @@ def typed(where: str, value: Any, described: dataclasses.Field) -> Any:
     if type(value) is kind is float and not math.isfinite(value):
         raise UsageError(f"profile: {where} must be a finite number, found {value}")
     if type(value) is not kind:
-        raise UsageError(f"profile: {where} takes {kind.__name__}, found {value!r}")  # type: ignore[union-attr]
+        names = {dict: "a table of names", list: 'a list, such as ["cpu"]'}
+        raise UsageError(f"profile: {where} takes {names.get(kind, kind.__name__)}, found {value!r}")  # type: ignore
     if kind is list:
         item = get_args(described.type)[0]
         value = [float(v) if item is float and type(v) is int else v for v in value]
         if not all(type(v) is item for v in value):
             raise UsageError(f"profile: {where} takes a list of {item.__name__}, found {value!r}")
     if kind is dict and not all(type(v) is str for v in value.values()):
-        raise UsageError(f"profile: {where} takes names, found {value!r}")
+        raise UsageError(f'profile: {where} takes names, such as {{ attention = "cudnn" }}, found {value!r}')
     known = described.metadata.get("known")
     if known and value not in known:
         nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
@@ -293,6 +294,9 @@ def check(profile: Profile) -> None:
             'profile: capture.mode = "graph" needs a CUDA device for every target and drafter; write capture.mode = '
             '"eager" for the CPU, or place all of them on "cuda:0"'
         )
+    for name in capture.allow_fallback:
+        if name not in ("fla", "causal_conv1d"):
+            raise UsageError(f"profile: capture.allow_fallback takes fla and causal_conv1d, found {name!r}")
     for op, name in capture.ops.items():
         refuse_unknown(op, list(OPS), "key of [capture.ops]")
         if name not in OPS[op]:

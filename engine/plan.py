@@ -176,7 +176,7 @@ def make_plan(profile: Profile) -> Plan:
 
 def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
     section = profile.drafter
-    needed = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_parameters", "rms_norm_eps")
+    needed = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_parameters")
     missing = [name for name in needed if getattr(config, name, None) is None]
     if missing:
         raise unsupported(config, f"its configuration has no {', '.join(missing)}")
@@ -219,7 +219,8 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
         layer_types=("sliding_attention",) * sliding + ("full_attention",) * (section.layers - sliding),
         sliding_window=section.sliding_window if sliding else None,
         rope_theta=section.rope_theta or rope["rope_theta"],
-        rms_norm_eps=config.rms_norm_eps,
+        # Of the drafter's own norms, which are RMS norms whatever the target's are.
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
     )
 
 

@@ -1,4 +1,6 @@
-"""The progress bar of every long piece of work: what, how far, how long still; on stderr."""
+"""The progress of every long piece of work: what, how far, how long still; on stderr."""
+
+import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,3 +17,18 @@ def progress_bar(console: Console | None = None, disable: bool = False) -> Progr
         expand=True,
         disable=disable,
     )
+
+
+class PlainLines:
+    """Where a bar cannot be drawn (a log file, CI): a line now and then."""
+
+    EVERY_SECONDS = 30.0
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.told = console, time.monotonic()
+
+    def say(self, line: str) -> None:
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self.told >= self.EVERY_SECONDS:
+            self.told = now
+            self.console.print(line, markup=False)

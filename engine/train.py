@@ -23,7 +23,7 @@ from draftgraph.engine.config import Profile, load_profile, to_toml
 from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
 from draftgraph.engine.evidence import devices_before
 from draftgraph.engine.plan import Plan, make_plan
-from draftgraph.engine.progress import progress_bar
+from draftgraph.engine.progress import PlainLines, progress_bar
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.health import Health
@@ -194,6 +194,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
     )
     loading = engine.loader(first_micro_step // profile.drafter.reuse)
     with loading as (loader, rig), signals.listen() as requests, writer:
+        loader.give_up = lambda: requests.stop
         scheduler, late = schedule(plan, rig, loader, first_micro_step)
         step, started = first_step, time.perf_counter()
         watch.open(step)
@@ -209,6 +210,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
             plan.rows.check_unchanged()
             scheduler.copied = writer.save(step, scheduler.micro_step, since)
 
+        lines = PlainLines(console)
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
             try:
@@ -223,7 +225,9 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                             if step % profile.log.every == 0:
                                 mark()
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
-                                progress.update(task, completed=step, description=tally.headline(rate))
+                                headline = tally.headline(rate)
+                                progress.update(task, completed=step, description=headline)
+                                lines.say(f"step {step} of {profile.run.steps}: {headline.replace(chr(10), ', ')}")
                         mark()
                     requests.checkpoint = False
                     save()
@@ -237,7 +241,8 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
             except DataError:
                 # A row that cannot be read ends the run, not what was trained: the step it was for is left out.
                 save()
-                raise
+                if not requests.stop:
+                    raise
             finally:
                 tally.close()
                 watch.close()

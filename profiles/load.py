@@ -39,6 +39,8 @@ def read_profile(name: str) -> dict[str, Any]:
 def set_key(values: dict[str, Any], assignment: str) -> None:
     """Apply one `section.key=value`; the value is read as TOML, and as a bare string where it is not TOML.
 
+    `section.key.name=value` sets one name of a key that is a table.
+
     Raises:
         ValueError: the assignment has another form.
     """
@@ -50,7 +52,10 @@ def set_key(values: dict[str, Any], assignment: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    keys = values.setdefault(section, {})
-    if not isinstance(keys, dict):
-        raise ValueError(f"the profile has {section} = {keys!r}, expected a section [{section}]")
+    *tables, name = [section, *name.split(".")]
+    keys = values
+    for table in tables:
+        keys = keys.setdefault(table, {})
+        if not isinstance(keys, dict):
+            raise ValueError(f"the profile has {table} = {keys!r}, expected a section [{table}]")
     keys[name] = value

@@ -32,3 +32,9 @@ def test_the_readmes_least_profile_is_one():
     block = readme.split("The least that a profile")[1].split("\n\n")[1]
     profile = from_values(tomllib.loads("\n".join(line.strip() for line in block.splitlines())))
     assert profile.capture.mode == "graph" and profile.drafter.block_size == 8
+
+
+def test_an_override_of_one_name_of_a_table_leaves_the_others():
+    values: dict = {"capture": {"ops": {"attention": "cudnn"}}}
+    set_key(values, "capture.ops.gated_delta=fla")
+    assert values == {"capture": {"ops": {"attention": "cudnn", "gated_delta": "fla"}}}

@@ -88,15 +88,26 @@ def test_a_killed_data_process_is_an_error_and_never_a_hang():
 
 
 def test_a_data_process_that_hangs_is_ended_and_an_error(monkeypatch):
-    monkeypatch.setattr("draftgraph.engine.data.loader._HANG_SECONDS", 0.5)
+    monkeypatch.setattr("draftgraph.engine.data.loader._HANG_SECONDS", 1)
     with Loader(ROWS, SCHEDULE, LAYOUTS, DRAW, num_slots=2) as loader:
         loader._arrival.poll(60_000)  # it has started
         os.kill(loader._process.pid, signal.SIGSTOP)
-        with pytest.raises(DataError, match=r"nothing for 0.5 s"):
+        with pytest.raises(DataError, match=r"nothing for 1 s"):
             for _ in range(4):
                 loader.next()
                 loader.release()
     assert loader._process.returncode == -signal.SIGKILL
+
+
+def test_a_run_that_is_to_end_does_not_wait_for_data_that_hangs():
+    with Loader(ROWS, SCHEDULE, LAYOUTS, DRAW, num_slots=2) as loader:
+        loader._arrival.poll(60_000)  # it has started
+        loader.give_up = lambda: True
+        os.kill(loader._process.pid, signal.SIGSTOP)
+        with pytest.raises(DataError, match=r"nothing for 1 s"):
+            for _ in range(4):
+                loader.next()
+                loader.release()
 
 
 def test_shards_that_were_written_anew_are_refused_by_the_data_process(tmp_path):

@@ -1,16 +1,18 @@
 """The target's loop over its layers: the module's own taps, padded rows as if alone, families refused by name."""
 
 import copy
+import json
 
 import pytest
 import torch
 import transformers
-from tiny import SHAPES, VOCAB, WINDOW, write_target
+from tiny import SHAPES, VOCAB, WINDOW, tiny_profile, write_target
 
 from draftgraph.engine.errors import CaptureError, UsageError
 from draftgraph.engine.models.layers import band
 from draftgraph.engine.models.ops import by_device
-from draftgraph.engine.models.target import Target, load_model, load_tokenizer
+from draftgraph.engine.models.target import Target, decoder_on_meta, load_config, load_model, load_tokenizer
+from draftgraph.engine.plan import make_plan
 
 CPU = torch.device("cpu")
 TAPS = (1, 4)
@@ -192,3 +194,29 @@ def test_a_target_that_is_not_there_is_one_sentence(tmp_path):
             load_model(name, torch.float32, CPU)
     with pytest.raises(UsageError, match="no tokenizer"):
         load_tokenizer("random:qwen3.5-0.8b")
+
+
+@pytest.mark.parametrize(
+    "extra", [{"hidden_size": "x"}, {"num_attention_heads": 5}, {"hidden_size": -64}, {"pad_token_id": 4096}]
+)
+def test_a_configuration_that_no_model_can_have_is_one_sentence(tmp_path, extra):
+    with pytest.raises((UsageError, CaptureError), match=r"not a model configuration|cannot build a model"):
+        decoder_on_meta(load_config(write_target(tmp_path, "llama", **extra)))
+
+
+def test_a_family_with_other_norms_than_rms_gets_a_drafter_all_the_same(tmp_path):
+    profile = tiny_profile(tmp_path)
+    (tmp_path / "llama.json").write_text(
+        json.dumps(
+            {
+                "model_type": "starcoder2",
+                "vocab_size": VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            }
+        )
+    )
+    assert make_plan(profile).shape.rms_norm_eps == 1e-6

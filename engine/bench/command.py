@@ -27,6 +27,7 @@ def bench(
         quick: fewer rows and cases; a receipt says so.
         peer_rows: rows of the peer's micro-steps in w27-var and w08-var.
     """
+    out.mkdir(parents=True, exist_ok=True)  # before minutes are spent on what could not be written
     run: dict[str, Callable[[Bench], Result]] = {
         "w27-full": steps.w27_full,
         "w27-var": functools.partial(steps.w27_var, peer_rows=peer_rows),

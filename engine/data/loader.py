@@ -17,7 +17,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -102,17 +102,22 @@ class Loader:
         self._batches = schedule.at(first)
         self._taken = 0
         self._released = 0
+        # Asked while `next` waits for data that is late: is the run to end?
+        self.give_up: Callable[[], bool] = lambda: False
 
     def next(self) -> tuple[int, MicroBatch]:
         """Wait for the next micro-batch: the slot it lies in, and what it is."""
         assert self._taken - self._released < len(self.buffers), "every slot is taken: release one first"
         assert self._process.stdout is not None
-        if not self._arrival.poll(1000 * _HANG_SECONDS):
-            self._process.kill()
-            raise DataError(
-                f"the data process has given nothing for {_HANG_SECONDS} s and was ended; is the disk of the shards "
-                "still there? Go on with --resume"
-            )
+        for waited in range(1, _HANG_SECONDS + 1):
+            if self._arrival.poll(1000):
+                break
+            if self.give_up() or waited == _HANG_SECONDS:
+                self._process.kill()
+                raise DataError(
+                    f"the data process has given nothing for {waited} s and was ended; is the disk of the shards still "
+                    "there? Go on with --resume"
+                )
         if self._process.stdout.read(1) != _READY:
             raise DataError(self._reason())
         slot = self._taken % len(self.buffers)

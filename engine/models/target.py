@@ -76,8 +76,11 @@ def load_config(name: str) -> Any:
         try:
             values = json.loads(path.read_text())
             return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UsageError(f"target.model: {path} is not a model configuration: {error!r}") from error
+        except Exception as error:
+            # Each family checks its own keys, and raises what it likes.
+            text = repr(error)
+            text = text if len(text) < 300 else text[:300] + "..."
+            raise UsageError(f"target.model: {path} is not a model configuration: {text}") from error
     path_or_hub, extra = locate(name)
     with quiet():
         try:
@@ -121,8 +124,13 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
 
 def decoder_on_meta(config: Any) -> Any:
     """The target's decoder without memory: its layers and the shapes of their parameters."""
-    with quiet(), torch.device("meta"):
-        decoder = transformers.AutoModelForCausalLM.from_config(config).get_decoder()
+    try:
+        with quiet(), torch.device("meta"):
+            decoder = transformers.AutoModelForCausalLM.from_config(config).get_decoder()
+    except Exception as error:
+        # A configuration reaches code of many families, which raises what it likes.
+        reason = f"transformers cannot build a model from its configuration ({type(error).__name__}: {error})"
+        raise unsupported(config, reason) from error
     require_layer_loop(decoder)
     return decoder
 

@@ -60,8 +60,12 @@ def write(folder: Path, step: int, tensors: Mapping[str, Tensor], scalars: Mappi
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunError(
-            f"cannot write the checkpoint of step {step} in {folder}: {error}. The last good checkpoint is untouched; "
-            "free some space, then go on with --resume"
+            f"cannot write the checkpoint of step {step} in {folder}: {error}. "
+            + (
+                "The last good one is untouched; mend the cause, then go on with --resume"
+                if found(folder)
+                else "It would have been the first; mend the cause and start again in another --run folder"
+            )
         ) from error
     # Later ones are of a run that this one replaced: a resume went on from an earlier checkpoint.
     earlier = [path for path in found(folder) if step_of(path) < step]
@@ -143,8 +147,11 @@ def newest(folder: Path, say: Callable[[str], None] = lambda _: None) -> Path:
         if reasons:
             say(f"passed over damaged checkpoints ({'; '.join(reasons)}); using {path.name}")
         return path
-    detail = f" ({'; '.join(reasons)})" if reasons else ""
-    raise RunError(f"no usable checkpoint in {folder}{detail}; move its checkpoints away and start without --resume")
+    if not reasons:
+        raise RunError(f"there is no checkpoint in {folder} yet; start without --resume")
+    raise RunError(
+        f"no usable checkpoint in {folder} ({'; '.join(reasons)}); move its checkpoints away and start without --resume"
+    )
 
 
 def read_scalars(path: Path) -> dict[str, Any]:
