@@ -167,14 +167,25 @@ def parser() -> argparse.ArgumentParser:
     sub = add(
         "regenerate",
         regenerate,
-        "let the target answer prompts greedily: training rows in its own words",
-        "example: draftgraph regenerate prompts.jsonl --target smollm2 --out answers.jsonl",
+        "let the target answer prompts, here or on a server: training rows in its own words",
+        "example: draftgraph regenerate prompts.jsonl --target smollm2 --out answers.jsonl\n"
+        "         draftgraph regenerate chats.jsonl --target MODEL --out answers.jsonl --server http://localhost:8000",
     )
-    sub.add_argument("prompts", metavar="FILE", help='JSON lines of {"prompt": "..."}')
+    sub.add_argument("prompts", metavar="FILE", help="prompts, or conversations whose last answer is replaced")
     sub.add_argument("--target", required=True, metavar="MODEL", help="smollm2, a folder or a hub name")
     sub.add_argument("--out", required=True, metavar="FILE", help="JSON lines of messages; goes on where it stopped")
     sub.add_argument("--max-new-tokens", type=positive, default=160, help="per answer (%(default)s)")
-    sub.add_argument("--batch-size", type=positive, default=16, help="prompts at once (%(default)s)")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(%(default)s)")
+    sub.add_argument("--seed", type=int, default=0, help="of sampled answers (%(default)s)")
+    sub.add_argument("--batch-size", type=positive, default=16, help="prompts at once, without a server (%(default)s)")
+    server = sub.add_argument_group("a server that speaks OpenAI's chat completions: vLLM, SGLang, ...")
+    server.add_argument("--server", metavar="URL", help="as http://localhost:8000; nothing is loaded here")
+    server.add_argument("--server-model", metavar="NAME", help="the target's name there (default: MODEL)")
+    server.add_argument("--concurrency", type=positive, default=8, metavar="N", help="requests at once (%(default)s)")
+    server.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds of silence (%(default)s)")
+    server.add_argument("--retries", type=positive, default=8, metavar="N", help="per prompt (%(default)s)")
+    server.add_argument("--api-key-env", metavar="NAME", help="variable that holds the key (default: OPENAI_API_KEY)")
 
     listed = "\n".join(f"  {name:14}{what}" for name, what in WORKLOADS.items())
     sub = add(

@@ -107,23 +107,38 @@ def export(args: argparse.Namespace, console: Console) -> Summary:
 
 
 def regenerate(args: argparse.Namespace, console: Console) -> Summary:
-    import torch
-
+    from draftgraph.engine.data.answers import Answerer, Sampling
     from draftgraph.engine.data.regenerate import regenerate as answer_prompts
-    from draftgraph.engine.models.target import load_model, load_tokenizer
-    from draftgraph.engine.saved import default_device
 
-    console.print(f"loading {args.target}", markup=False)
-    model = load_model(args.target, torch.float32, default_device())
-    return answer_prompts(
-        Path(args.prompts),
-        model,
-        load_tokenizer(args.target),
-        Path(args.out),
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        progress=True,
-    )
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    answerer: Answerer
+    if args.server:
+        from draftgraph.engine.data.server import Server, api_key
+
+        answerer = Server(
+            args.server,
+            args.target,
+            args.server_model or args.target,
+            sampling,
+            key=api_key(args.api_key_env),
+            concurrency=args.concurrency,
+            timeout=args.timeout,
+            retries=args.retries,
+        )
+    else:
+        import torch
+
+        from draftgraph.engine.data.local_target import LocalTarget
+        from draftgraph.engine.models.target import load_model, load_tokenizer
+        from draftgraph.engine.saved import default_device
+
+        console.print(f"loading {args.target}", markup=False)
+        model = load_model(args.target, torch.float32, default_device())
+        answerer = LocalTarget(args.target, model, load_tokenizer(args.target), sampling, args.batch_size)
+    summary = answer_prompts(args.prompts, answerer, Path(args.out), progress=True)
+    for reason, example in summary["examples"].items():
+        console.print(f"skipped: {summary['rows_skipped'][reason]} {reason}, the first {example}", markup=False)
+    return summary
 
 
 def demo(args: argparse.Namespace, console: Console) -> Summary:

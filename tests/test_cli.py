@@ -23,7 +23,10 @@ INTERFACE = {
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
     "export": ["source", "--out", "--format", "--target", "--json"],
-    "regenerate": ["prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--json"],
+    "regenerate": [
+        *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
+        *("--server", "--server-model", "--concurrency", "--timeout", "--retries", "--api-key-env", "--json"),
+    ],
     "bench": ["workloads", "--out", "--quick", "--peer-rows", "--json"],
     "demo": ["--run", "--json"],
 }

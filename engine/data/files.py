@@ -55,13 +55,19 @@ def conversation_files(path: str | Path) -> list[Path]:
 
 def read_conversations(path: str | Path, form: str | None = None) -> Iterator[Row | Trouble]:
     """Yield the rows of a file, or of all files of a folder; `form` names their form, else each row's keys tell."""
+    for found in read_values(path):
+        yield found if isinstance(found, Trouble) else read_row(*found, form)
+
+
+def read_values(path: str | Path) -> Iterator[Found]:
+    """Yield what stands in each row of a file, or of all files of a folder: where, the share read, the parsed value."""
     for file in conversation_files(path):
         rows = 0
         try:
             with file.open("rb") as raw:
                 for found in _rows(file, raw):
                     rows += 1
-                    yield found if isinstance(found, Trouble) else read_row(*found, form)
+                    yield found
         except (Damage, EOFError, zlib.error, gzip.BadGzipFile) as damage:
             if not rows:
                 raise DataError(f"{file}: cannot be read: {damage}") from damage

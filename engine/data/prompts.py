@@ -1,15 +1,63 @@
 """Prompts to evaluate on and to let the target answer: where they come from, and their text as the target reads it."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from draftgraph.engine.data.files import read_values
+from draftgraph.engine.data.formats import NOT_A_CONVERSATION, NOT_UTF8, Conversation, Trouble, read_row
 from draftgraph.engine.errors import DataError, UsageError
 
 HUMAN_EVAL = "human-eval"
 HUMAN_EVAL_PROMPT = "Complete the following Python function:\n\n```python\n{prompt}```"
+
+NOTHING_TO_ANSWER = "nothing to answer"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Messages that end where the assistant's answer belongs."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
+def load_questions(source: str) -> Iterator[Question | Trouble]:
+    """Everything that can be answered: what `load_prompts` takes, and conversations in every form and file of `files`.
+
+    Of a conversation the assistant's turns at its end are taken off, and the answer takes their place.
+    """
+    if source == HUMAN_EVAL or source.endswith(".txt"):
+        for number, prompt in enumerate(load_prompts(source), start=1):
+            yield Question(f"{source}:{number}", [{"role": "user", "content": prompt}])
+        return
+    for found in read_values(source):
+        yield found if isinstance(found, Trouble) else question_of(*found)
+
+
+def question_of(where: str, done: float, value: Any) -> Question | Trouble:
+    row = value
+    if isinstance(value, dict) and isinstance(turns := value.get("turns"), list):
+        row = {"prompt": turns[0] if turns else None, "completion": ""}
+    elif isinstance(value, dict) and "prompt" in value and not {"completion", "chosen"} & set(value):
+        row = {"completion": "", **value}
+    found = read_row(where, done, row)
+    if isinstance(found, Trouble):
+        return found
+    if not isinstance(found, Conversation):
+        return Trouble(where, done, NOT_A_CONVERSATION, "it came rendered or tokenised: its turns are not known")
+    messages = list(found.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    last = messages[-1] if messages else {"role": "nobody"}
+    if last["role"] not in ("user", "tool") or (last["role"] == "user" and not last["content"].strip()):
+        return Trouble(where, done, NOTHING_TO_ANSWER, "no text of a user, no result of a tool before the last answer")
+    if not is_text(json.dumps([messages, found.tools], ensure_ascii=False)):
+        return Trouble(where, done, NOT_UTF8, "half of a surrogate pair")
+    return Question(where, messages, found.tools)
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[str]:
@@ -66,9 +114,14 @@ def render_prompt(tokenizer: Any, prompt: str) -> str:
     Raises:
         DataError: the chat template refuses it.
     """
+    return render_messages(tokenizer, [{"role": "user", "content": prompt}], None)
+
+
+def render_messages(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    """As `render_prompt`, for a whole conversation."""
     try:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    except (ValueError, jinja2.TemplateError) as error:
-        raise DataError(f"the chat template refuses the prompt {prompt[:60]!r}: {error}") from error
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    # A template is a program of its author's that runs on the user's row: it may raise anything.
+    except Exception as error:
+        asked = messages[-1]["content"][:60]
+        raise DataError(f"the chat template refuses the prompt {asked!r}: {error}") from error

@@ -1,104 +1,123 @@
 """Answer prompts with the target itself, so that the drafter learns what the target says, not what somebody else said.
 
-Promises: greedy answers, one row appended per prompt in the order of the prompts, a batch at a time; a second call
-goes on where the first one stopped. It does not judge the answers: `prepare` counts what it cannot use.
+Promises: every answer is kept as soon as it is there, a second call goes on where the first one stopped, and in the end
+the rows stand in the order of the prompts. A prompt without an answer is counted with its reason; another call asks it
+again. It does not judge the answers: `prepare` counts what it cannot use.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator
+import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from draftgraph.engine.data.prompts import load_prompts, render_prompt
-from draftgraph.engine.errors import DataError
+from draftgraph.engine.data.answers import CUT, Answer, Answerer, AnswerFile, NoAnswer
+from draftgraph.engine.data.formats import Trouble
+from draftgraph.engine.data.prompts import Question, load_questions
+from draftgraph.engine.errors import DataError, RunError
 from draftgraph.engine.progress import progress_bar
 
-ROW_START = b'{"messages": ['
+DUPLICATE = "duplicate"
+# So many prompts in a row without an answer are no matter of the prompts.
+MAX_UNANSWERED = 20
 
 
-def answered(out: Path) -> set[str]:
-    """The prompts that `out` holds an answer to; a last row that an interruption tore is cut off.
+class _Skipped:
+    """Prompts that get no answer, by reason, and the first example of each."""
 
-    Raises:
-        DataError: it holds something else, which is left as it is.
-    """
-    if not out.exists():
-        return set()
-    raw = out.read_bytes()
-    whole, torn = raw[: raw.rfind(b"\n") + 1], raw[raw.rfind(b"\n") + 1 :]
-    try:
-        # NOTE: not splitlines, which also splits at separators that stand inside a row.
-        found = {json.loads(line)["messages"][0]["content"] for line in whole.decode().split("\n") if line}
-        if torn and not (torn.startswith(ROW_START) or ROW_START.startswith(torn)):
-            raise ValueError("its last line is no regenerated row")
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise DataError(f"{out} holds something other than regenerated rows: name another output file") from error
-    if torn:
-        out.write_bytes(whole)
-    return found
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+
+    def add(self, where: str, reason: str, detail: str) -> None:
+        self.counts[reason] += 1
+        self.examples.setdefault(reason, f"{where}: {detail}")
 
 
-def answers(prompts: list[str], model: Any, tokenizer: Any, max_new_tokens: int) -> list[str]:
-    """Greedy answers of one batch; left padding, so that every answer starts at the same column."""
-    texts = [render_prompt(tokenizer, prompt) for prompt in prompts]
-    # The template wrote the special tokens already.
-    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    batch = batch.to(model.device)
-    tokens = model.generate(
-        **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
-    )
-    return tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def batches(rows: list[str], batch_size: int) -> Iterator[list[str]]:
-    for start in range(0, len(rows), batch_size):
-        yield rows[start : start + batch_size]
-
-
-def regenerate(
-    prompts_path: Path,
-    model: Any,
-    tokenizer: Any,
-    out: Path,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    progress: bool,
-) -> dict[str, Any]:
-    """Append the target's greedy answer to every prompt that `out` does not answer yet.
+def regenerate(source: str, answerer: Answerer, out: Path, *, progress: bool) -> dict[str, Any]:
+    """Append the target's answer to every prompt that `out` does not answer yet.
 
     Args:
-        prompts_path: any file of prompts that `load_prompts` takes.
-        model: a causal LM with `generate`, on its device.
-        tokenizer: its tokenizer, with a chat template and a pad token.
-        out: JSON lines of {"messages": [user, assistant]}, created or continued.
-        max_new_tokens: an answer is cut there; `prepare` cuts rows at its own maximum.
-        batch_size: prompts per call of `generate`.
-        progress: draw a bar with the time left on stderr.
+        source: anything that `load_questions` takes.
+        answerer: a LocalTarget or a Server.
+        out: JSON lines of messages, created or continued; beside it OUT.settings.
+        progress: draw a bar with the time left and tokens/s on stderr.
     Returns:
-        rows_read, rows_answered (by this call), rows_skipped (answered before), out.
+        rows_read, rows_kept (answered before), rows_answered, rows_skipped {reason: count}, examples {reason: where},
+        rows_cut (by max_new_tokens; their finish_reason is "length"), retries, tokens (null where the server does not
+        count them), seconds, out. All but rows_read, rows_kept and out are of this call.
     Raises:
-        DataError: the prompts cannot be read, or `out` holds something else.
+        DataError: there are no prompts, or `out` holds something else. RunError: no answers are to be had.
     """
-    prompts = list(dict.fromkeys(load_prompts(str(prompts_path))))
-    done = answered(out)
-    open_prompts = [prompt for prompt in prompts if prompt not in done]
+    skipped = _Skipped()
+    questions, rows_read = _read(source, skipped)
+    prompts = hashlib.sha256(b"".join(questions)).hexdigest()[:16]
+    rows = list(questions.values())
+    file = AnswerFile(out, {"prompts": prompts, **answerer.settings}, len(rows))
+    rows_kept, start = len(file.done), time.monotonic()
+    missing = set(range(len(rows))) - file.done
+    rows_cut = unanswered = tokens = uncounted = 0
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file = out.open("a", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror}; name another --out") from error
-    with progress_bar(disable=not progress) as bar, file:
-        task = bar.add_task("answering", total=len(prompts), completed=len(prompts) - len(open_prompts))
-        for batch in batches(open_prompts, batch_size):
-            for prompt, answer in zip(batch, answers(batch, model, tokenizer, max_new_tokens), strict=True):
-                turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-                file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
-            file.flush()
-            bar.advance(task, len(batch))
+        with progress_bar(disable=not progress) as bar, closing(answerer.answers(rows, missing)) as answers:
+            task = bar.add_task("answering", total=len(rows), completed=rows_kept)
+            for index, answer in answers:
+                if isinstance(answer, Answer):
+                    file.append(index, rows[index], answer)
+                    tokens += answer.tokens or 0
+                    uncounted += answer.tokens is None
+                    rows_cut += answer.finish_reason == CUT
+                    unanswered = 0
+                else:
+                    skipped.add(rows[index].where, answer.reason, answer.detail)
+                    unanswered += 1
+                    _require_some(answer, unanswered, rows[index].where)
+                pace = [f", {tokens / (time.monotonic() - start):,.0f} tokens/s"] if tokens else []
+                pace += [f", {answerer.retries:,} retries"] if answerer.retries else []
+                bar.update(task, advance=1, description="answering" + "".join(pace))
+        file.finish()
+    finally:
+        file.close()
+    if not file.done:
+        raise RunError(f"{out}: not one prompt got an answer. {'; '.join(skipped.examples.values())}")
     return {
-        "rows_read": len(prompts),
-        "rows_answered": len(open_prompts),
-        "rows_skipped": len(prompts) - len(open_prompts),
+        "rows_read": rows_read,
+        "rows_kept": rows_kept,
+        "rows_answered": len(file.done) - rows_kept,
+        "rows_skipped": dict(skipped.counts),
+        "examples": skipped.examples,
+        "rows_cut": rows_cut,
+        "retries": answerer.retries,
+        "tokens": None if uncounted else tokens,
+        "seconds": time.monotonic() - start,
         "out": str(out),
     }
+
+
+def _read(source: str, skipped: _Skipped) -> tuple[dict[bytes, Question], int]:
+    """The questions by their hashes, in order, each once; and the number of rows read."""
+    questions: dict[bytes, Question] = {}
+    rows_read = 0
+    for found in load_questions(source):
+        rows_read += 1
+        if isinstance(found, Trouble):
+            skipped.add(found.where, found.reason, found.detail)
+            continue
+        name = hashlib.sha256(json.dumps([found.messages, found.tools]).encode()).digest()
+        if name in questions:
+            skipped.add(found.where, DUPLICATE, f"as {questions[name].where}")
+        else:
+            questions[name] = found
+    if not questions:
+        found_instead = "; ".join(f"{reason}, {example}" for reason, example in skipped.examples.items())
+        raise DataError(f"prompts: {source} holds none. {found_instead}")
+    return questions, rows_read
+
+
+def _require_some(answer: NoAnswer, unanswered: int, where: str) -> None:
+    if unanswered >= MAX_UNANSWERED:
+        raise RunError(
+            f"{unanswered} prompts in a row got no answer, the last one: {where}: {answer.reason}: {answer.detail}. "
+            "What was answered is kept; change the cause and run the same command again"
+        )
