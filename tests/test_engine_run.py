@@ -248,7 +248,7 @@ def test_a_weight_of_the_target_that_is_not_finite_is_named_before_training(tmp_
 
 def test_a_run_folder_is_neither_overwritten_nor_resumed_by_accident(tmp_path):
     profile = tiny_profile(tmp_path)
-    with pytest.raises(RunError, match="there is no checkpoint in .* yet; start without --resume"):
+    with pytest.raises(RunError, match=r"there is no checkpoint in .* yet; start without --resume"):
         run(profile, tmp_path / "run", resume=True)
     run(profile, tmp_path / "run")
     with pytest.raises(RunError, match="already holds a run"):
