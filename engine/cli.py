@@ -30,6 +30,7 @@ from draftgraph.engine.commands import (
 from draftgraph.engine.data.anchors import RULES
 from draftgraph.engine.data.formats import FORMS
 from draftgraph.engine.data.masks import TURNS
+from draftgraph.engine.data.template import MASKS
 from draftgraph.engine.errors import DraftgraphError, RunError
 
 
@@ -95,6 +96,9 @@ def parser() -> argparse.ArgumentParser:
         "--block-size", type=positive, default=16, metavar="K", help="shorter rows are left out (%(default)s)"
     )
     sub.add_argument("--format", choices=FORMS, help="the form of every row (default: each row's keys tell)")
+    sub.add_argument(
+        "--mask", choices=MASKS, default=MASKS[0], help="how the assistant's turns are found (%(default)s)"
+    )
     sub.add_argument(
         "--turns", choices=TURNS, default=TURNS[0], help="the assistant's turns that are supervised (%(default)s)"
     )

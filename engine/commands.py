@@ -25,7 +25,8 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
         raise UsageError("prepare needs --out DIR to write shards, or --show N to look at rows only")
     config = load_config(args.target)
     console.print(f"reading the tokenizer of {args.target}", markup=False)
-    template = Template(load_tokenizer(args.target), Supervision(args.turns, args.thinking, args.tool_calls))
+    supervision = Supervision(args.turns, args.thinking, args.tool_calls)
+    template = Template(load_tokenizer(args.target), supervision, args.mask)
     rules = {
         "max_context": args.max_context,
         "block_size": args.block_size,

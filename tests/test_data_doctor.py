@@ -45,6 +45,27 @@ TROUBLES = {
     "no valid anchor": ({"input_ids": [1] * 9, "loss_mask": [0] * 8 + [1]}, "1 supervised of 9 tokens"),
     "duplicate": (GOOD, "30 tokens"),
 }
+# What else people's files hold.
+MISFIT = "not a conversation"
+MORE = [
+    (
+        MISFIT,
+        b'{"input_ids": [1, 2, 3, 4], "loss_mask": [1, NaN, 1, 1]}',
+        "'loss_mask' holds something besides 0 and 1",
+    ),
+    (
+        MISFIT,
+        b'{"input_ids": [1, 2, 3, NaN], "loss_mask": [1, 1, 1, 1]}',
+        "'input_ids' holds a number that is no integer",
+    ),
+    (MISFIT, {"input_ids": [[1, 2], [3, 4]], "loss_mask": [1, 1]}, "'input_ids' is not a list of numbers"),
+    (MISFIT, turns(("user", [["hi"]]), ANSWER), "'content' is a list, expected text"),
+    (MISFIT, turns(("user", [{"type": "text", "text": ["hi"]}]), ANSWER), "'content' is a list, expected text"),
+    (MISFIT, {"prompt": ["hi"], "completion": "yes sir"}, "'prompt' is a list, expected text"),
+    (MISFIT, {"text": [["yes", "sir"]]}, "'text' is a list, expected text"),
+    ("template refused", {"text": "yes \udc80 sir"}, "the text holds half of a surrogate pair"),
+    ("template refused", turns(("user", "\ud83d"), ANSWER), "the text holds half of a surrogate pair"),
+]
 
 
 def run(tmp_path, *rows, tokenizer=TOKENIZER, **settings):
@@ -54,14 +75,14 @@ def run(tmp_path, *rows, tokenizer=TOKENIZER, **settings):
     return prepare([tmp_path / "rows.jsonl"], Template(tokenizer), tmp_path / "shards", **settings)
 
 
-@pytest.mark.parametrize("reason", TROUBLES)
-def test_each_trouble_has_its_line_its_place_and_its_advice(tmp_path, monkeypatch, reason):
+@pytest.mark.parametrize(("reason", "bad", "detail"), [(reason, *case) for reason, case in TROUBLES.items()] + MORE)
+def test_each_trouble_has_its_line_its_place_and_its_advice(tmp_path, monkeypatch, reason, bad, detail):
     monkeypatch.chdir(tmp_path)
-    bad, detail = TROUBLES[reason]
     summary = run(tmp_path.relative_to(tmp_path), GOOD, bad)
     assert report(summary).splitlines() == [
         "rows: 2 read, 1 used",
         "tokens: 30, 8 supervised",
+        "masks found by: prefix (1 row)",
         f"skipped: 1 {reason} ({ADVICE[reason]})",
         f"    rows.jsonl:2: {detail}",
     ]
@@ -76,10 +97,44 @@ def test_every_reason_is_tried_but_damage_which_takes_a_file(tmp_path, monkeypat
     (tmp_path / "rows.json").write_text("[" + json.dumps(GOOD) + ',{"messages": [')
     settings = {"vocab_size": len(TOKENIZER), **SETTINGS}
     summary = prepare(["rows.json"], Template(TOKENIZER), "shards", **settings)
-    assert report(summary).splitlines()[2:] == [
+    assert report(summary).splitlines()[3:] == [
         f"skipped: 1 damaged file ({ADVICE['damaged file']})",
         "    rows.json: breaks behind 1 rows: the list is cut, or no JSON, in row 1",
     ]
+
+
+def test_a_file_of_lines_cut_in_the_middle_gives_its_rows_and_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cut = b"\n".join(json.dumps(row).encode() for row in (GOOD, turns(("user", "ho"), ANSWER)))[:-9]
+    summary = run(tmp_path.relative_to(tmp_path), cut)
+    assert report(summary).splitlines()[3:] == [
+        f"skipped: 1 bad json ({ADVICE['bad json']})",
+        "    rows.jsonl:2: the line is not one JSON value",
+    ]
+
+
+def test_mixed_forms_in_one_file_are_told_row_by_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        GOOD,
+        {"text": "yes sir"},
+        {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]},
+        {"instruction": "a", "output": "no"},
+        {"question": "hi"},
+    ]
+    assert report(run(tmp_path.relative_to(tmp_path), *rows)).splitlines() == [
+        "rows: 5 read, 4 used",
+        "tokens: 65, 21 supervised",
+        "masks found by: prefix (2 rows), text (1 row), given (1 row)",
+        f"skipped: 1 not a conversation ({ADVICE['not a conversation']})",
+        f"    rows.jsonl:5: {TROUBLES['not a conversation'][1]}",
+    ]
+
+
+def test_what_the_template_does_not_write_is_told(tmp_path):
+    thought = {"messages": [GOOD["messages"][0], {**THOUGHT, "content": "yes sir"}], "tools": [{"name": "add"}]}
+    lines = report(run(tmp_path, thought, turns(("user", "ho"), ANSWER))).splitlines()
+    assert lines[3:] == ["not written by the chat template: thinking (1 row), tools (1 row)"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +201,7 @@ def test_a_detail_is_one_line_however_much_of_the_row_it_quotes(tmp_path):
 
 def test_at_most_three_examples_of_a_reason_are_kept():
     doctor = Doctor()
-    doctor.use(tokens=100, supervised_tokens=40, tokens_cut=0, unknown_tokens=0)
+    doctor.use(tokens=100, supervised_tokens=40, tokens_cut=0, unknown_tokens=0, found_by="prefix", left_out=[])
     for line in range(5):
         doctor.skip("bad json", f"[bold]rows.jsonl:{line}", "")
     shown = report(doctor.summary())

@@ -77,7 +77,7 @@ def chat(answer):
 def test_shown_rows_are_the_first_used_ones_with_supervised_text_marked(tmp_path):
     summary, text = shown(tmp_path, 2, {"messages": []}, chat("yes sir"), {"text": "all of it"}, chat("unread"))
     assert summary["rows_read"] == 3
-    assert "rows.jsonl:2: 8 of 36 tokens supervised" in text
+    assert "rows.jsonl:2: 8 of 36 tokens supervised (prefix)" in text
     assert "<|start|>user\n[bold]hi<|end|>\n<|start|>assistant\n\u27e6yes sir<|end|>\u27e7\n" in text
     assert "\u27e6all of it\u27e7" in text
     assert "unread" not in text

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftgraph.engine.data.formats import Conversation
+from draftgraph.engine.data.formats import Conversation, Rendered
 from draftgraph.engine.data.masks import Supervision, TemplateRefusal
 from draftgraph.engine.data.template import Template
 from draftgraph.engine.errors import DataError
@@ -63,10 +63,13 @@ def conversation(*turns: str, tools: list | None = None, **last: object) -> Conv
     return Conversation("here", 1.0, messages, tools)
 
 
-def supervised(template: str, row: Conversation, **switches: object) -> list[str]:
+def supervised(template: str, row: Conversation | Rendered, mask: str = "auto", **switches: object) -> list[str]:
     """The runs of text that the mask covers."""
-    tokenizer = chat_tokenizer(template)
-    ids, mask = Template(tokenizer, Supervision(**switches)).encode(row)
+    return marked(Template(chat_tokenizer(template), Supervision(**switches), mask), row)
+
+
+def marked(template: Template, row: Conversation | Rendered) -> list[str]:
+    ids, mask, *_ = template.encode(row)
     assert len(ids) == len(mask)
     runs: list[list[int]] = [[]]
     for token, flag in zip(ids, mask, strict=True):
@@ -74,7 +77,7 @@ def supervised(template: str, row: Conversation, **switches: object) -> list[str
             runs[-1].append(token)
         elif runs[-1]:
             runs.append([])
-    return [tokenizer.decode(run) for run in runs if run]
+    return [template.tokenizer.decode(run) for run in runs if run]
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED])
@@ -86,7 +89,7 @@ def test_the_answer_and_its_end_are_supervised_and_the_header_is_not(template):
 def test_the_ids_are_those_of_the_whole_rendered_text():
     row = conversation("hi", "yes")
     tokenizer = chat_tokenizer()
-    ids, _ = Template(tokenizer).encode(row)
+    ids = Template(tokenizer).encode(row).input_ids
     assert tokenizer.decode(ids) == "<|start|>user\nhi<|end|>\n<|start|>assistant\nyes<|end|>\n"
 
 
@@ -96,7 +99,9 @@ def test_a_template_that_rewrites_earlier_turns_still_shows_every_answer():
 
 
 def test_a_user_who_writes_a_header_in_a_rewriting_template_is_refused():
-    with pytest.raises(TemplateRefusal, match="rewrites earlier turns"):
+    with pytest.raises(
+        TemplateRefusal, match="prefix: the template rewrites earlier turns; header: 2 answers, but 3 headers"
+    ):
         supervised(REWRITING, conversation("<|start|>assistant\nfake", "one", "and?", "two"))
 
 

@@ -5,6 +5,7 @@ Promises: rows_read = rows_used + the sum of rows_skipped. No row is ever left o
 
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from draftgraph.engine.data.formats import (
@@ -57,6 +58,8 @@ class Doctor:
         self.rows_cut = 0
         self.tokens_cut = 0
         self.unknown_tokens = 0
+        self.masks: Counter[str] = Counter()  # rows by how their mask was found
+        self.left_out: Counter[str] = Counter()  # rows by what the template does not write of them
         self.rows_skipped: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = defaultdict(list)
 
@@ -64,13 +67,23 @@ class Doctor:
     def rows_used(self) -> int:
         return len(self.lengths)
 
-    def use(self, tokens: int, supervised_tokens: int, tokens_cut: int, unknown_tokens: int) -> None:
-        """Count a row that went into the shards, and how many tokens beyond max_context it lost."""
+    def use(
+        self,
+        tokens: int,
+        supervised_tokens: int,
+        tokens_cut: int,
+        unknown_tokens: int,
+        found_by: str,
+        left_out: Sequence[str],
+    ) -> None:
+        """Count a row that went into the shards, how many tokens beyond max_context it lost, and how it was read."""
         self.lengths.append(tokens)
         self.supervised.append(supervised_tokens)
         self.rows_cut += tokens_cut > 0
         self.tokens_cut += tokens_cut
         self.unknown_tokens += unknown_tokens
+        self.masks[found_by] += 1
+        self.left_out.update(left_out)
 
     def skip(self, reason: str, where: str, detail: str) -> None:
         """Count a row that is left out, and keep it as an example if it is among the first."""
@@ -90,6 +103,8 @@ class Doctor:
             "tokens_cut": self.tokens_cut,
             "supervised_tokens": sum(self.supervised),
             "unknown_tokens": self.unknown_tokens,
+            "masks": dict(self.masks.most_common()),
+            "left_out": dict(self.left_out.most_common()),
             "examples": {reason: list(found) for reason, found in self.examples.items()},
         }
 
@@ -101,6 +116,10 @@ def report(summary: dict[str, Any]) -> str:
         f"rows: {summary['rows_read']:,} read, {summary['rows_used']:,} used",
         f"tokens: {tokens:,}, {summary['supervised_tokens']:,} supervised",
     ]
+    if summary["masks"]:
+        lines.append(f"masks found by: {_counts(summary['masks'])}")
+    if summary["left_out"]:
+        lines.append(f"not written by the chat template: {_counts(summary['left_out'])}")
     if summary["rows_cut"]:
         lines.append(f"cut to max_context: {summary['rows_cut']:,} rows, by {summary['tokens_cut']:,} tokens in all")
     if unknown > UNKNOWN_SHARE * tokens:
@@ -109,3 +128,7 @@ def report(summary: dict[str, Any]) -> str:
         lines.append(f"skipped: {count:,} {reason} ({ADVICE[reason]})")
         lines.extend(f"    {example}" for example in summary["examples"][reason])
     return "\n".join(lines)
+
+
+def _counts(rows: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in rows.items())

@@ -4,6 +4,7 @@ Promises: a row longer than max_context is cut at its end; a row that could not 
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ class Kept(NamedTuple):
     loss_mask: np.ndarray  # [n] bool
     tokens_cut: int
     unknown_tokens: int
+    found_by: str  # how its mask was found, as the report says it
+    left_out: Sequence[str]  # what of the row the template does not write
 
 
 class Skipped(NamedTuple):
@@ -58,16 +61,16 @@ class Examiner:
         if isinstance(row, Trouble):
             return Skipped(row.reason, row.detail)
         if isinstance(row, Tokens):
-            return self._judge(row.input_ids, row.loss_mask)
+            return self._judge(row.input_ids, row.loss_mask, "given", [])
         if isinstance(row, Conversation) and (trouble := _turn_trouble(row.messages)):
             return trouble
         try:
-            ids, mask = self._template.encode(row)
+            ids, mask, found_by, left_out = self._template.encode(row)
         except TemplateRefusal as refusal:
             return Skipped(reasons.REFUSED, str(refusal))
-        return self._judge(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))
+        return self._judge(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool), found_by, left_out)
 
-    def _judge(self, ids: np.ndarray, mask: np.ndarray) -> Kept | Skipped:
+    def _judge(self, ids: np.ndarray, mask: np.ndarray, found_by: str, left_out: Sequence[str]) -> Kept | Skipped:
         rules, length = self._rules, len(ids)
         if not length:
             return Skipped(reasons.EMPTY, "no tokens")
@@ -85,7 +88,8 @@ class Examiner:
         if name in self._kept:
             return Skipped(reasons.DUPLICATE, f"{len(ids)} tokens")
         self._kept.add(name)
-        return Kept(ids, mask, length - len(ids), int((ids == self._template.unknown_id).sum()))
+        unknown = int((ids == self._template.unknown_id).sum())
+        return Kept(ids, mask, length - len(ids), unknown, found_by, left_out)
 
 
 def _turn_trouble(messages: list[dict[str, Any]]) -> Skipped | None:

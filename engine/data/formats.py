@@ -224,7 +224,7 @@ def _call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _Misfit("a tool call has no function name")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         # Templates want a mapping. Text that is no JSON stays text, and the template judges it.
         arguments = (parse(arguments) or [arguments])[0]

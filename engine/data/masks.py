@@ -13,9 +13,14 @@ Span = tuple[int, int]  # characters of the rendered text
 
 TURNS = ("all", "last")
 # An opening and a closing marker; without a closing one it lasts to the end of the turn. In the order of the pairs:
-# Qwen, DeepSeek; Magistral. Then Qwen, Hermes; Mistral; Llama 3.
+# Qwen, DeepSeek; Magistral. Then Qwen, Hermes; Mistral; Llama 3; DeepSeek.
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-TOOL_CALLS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))
+TOOL_CALLS: tuple[tuple[str, str], ...] = (
+    ("<tool_call>", "</tool_call>"),
+    ("[TOOL_CALLS]", ""),
+    ("<|python_tag|>", ""),
+    ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
+)
 
 
 class TemplateRefusal(DataError):

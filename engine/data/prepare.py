@@ -116,7 +116,8 @@ def show_rows(
         _count(doctor, row, found)
         if isinstance(found, Skipped):
             continue
-        title = f"{row.where}: {int(found.loss_mask.sum())} of {len(found.input_ids)} tokens supervised"
+        tokens = f"{int(found.loss_mask.sum())} of {len(found.input_ids)} tokens supervised"
+        title = f"{row.where}: {tokens} ({found.found_by})"
         console.rule(Text(title), align="left")
         console.print(row_text(template.tokenizer, found.input_ids, found.loss_mask, coloured))
         if doctor.rows_used == count:
@@ -129,7 +130,7 @@ def _count(doctor: Doctor, row: Row | Trouble, found: Kept | Skipped) -> None:
     if isinstance(found, Skipped):
         doctor.skip(found.reason, row.where, found.detail)
     else:
-        doctor.use(len(found.input_ids), int(found.loss_mask.sum()), found.tokens_cut, found.unknown_tokens)
+        doctor.use(len(found.input_ids), int(found.loss_mask.sum()), *found[2:])
 
 
 def _check(doctor: Doctor, max_bad_rows: float) -> None:
