@@ -52,7 +52,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 class VerificationData:
-    """Real rows for the rounds of warm-up and verification, collated as the data process collates them."""
+    """Real rows for the rounds of warm-up and verification, collated as the data process collates them.
+
+    In every second round the last slot has no row, as in micro-batches of the schedule that are not full.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -60,8 +63,9 @@ class VerificationData:
     def rows_of(self, bucket: Bucket, round_index: int) -> MicroBatch:
         index = self.plan.buckets.index(bucket)
         candidates = np.flatnonzero(self.plan.assignment == index)
-        chosen = candidates[(round_index * bucket.rows + np.arange(bucket.rows)) % len(candidates)]
-        return MicroBatch(round_index, index, chosen, np.full(bucket.rows, round_index))
+        slots = np.arange(bucket.rows - round_index % 2)
+        chosen = candidates[(round_index * bucket.rows + slots) % len(candidates)]
+        return MicroBatch(round_index, index, chosen, round_index)
 
     def fill(self, bucket: Bucket, round_index: int, views: BatchViews) -> None:
         """Write the micro-batch of a round into a bucket's views, on the current stream."""
@@ -203,4 +207,4 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         host_slots=[],
         buckets=plan.buckets,
     )
-    return Engine(plan, rig, targets, Schedule(plan.assignment, plan.buckets, profile.run.seed), data)
+    return Engine(plan, rig, targets, plan.schedule, data)

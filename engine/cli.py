@@ -115,6 +115,9 @@ def parser() -> argparse.ArgumentParser:
 
     sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")
     add_profile(sub)
+    sub.add_argument(
+        "--picture", metavar="FILE", help="draw the row lengths and the buckets' edges: .svg or .png (extra `data`)"
+    )
 
     sub = add(
         "warmup",

@@ -49,10 +49,19 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
 
 def plan(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.config import load_profile
+    from draftgraph.engine.data.picture import draw_buckets
     from draftgraph.engine.plan import make_plan, summary
     from draftgraph.engine.show import show_plan
 
-    values = summary(make_plan(load_profile(args.profile, args.assignments)))
+    if args.picture and Path(args.picture).suffix not in (".svg", ".png"):
+        raise UsageError(f"plan: --picture takes a file that ends in .svg or .png, found {args.picture}")
+    made = make_plan(load_profile(args.profile, args.assignments))
+    values = summary(made)
+    if args.picture:
+        title = f"{len(made.lengths):,} rows, {values['padding_efficiency']:.3f} of the padded tokens are real"
+        if not draw_buckets(made.lengths.tolist(), made.buckets, title, Path(args.picture)):
+            raise UsageError("plan: --picture needs the extra `data`: pip install -e '.[data]'")
+        values["picture"] = args.picture
     if not args.json:
         show_plan(Console(), values)
     return values

@@ -16,6 +16,7 @@ from draftgraph.engine.config import Profile
 from draftgraph.engine.data.anchors import AnchorDraw
 from draftgraph.engine.data.buckets import Bucket, assign, choose_buckets, efficiency
 from draftgraph.engine.data.collate import SlotLayout
+from draftgraph.engine.data.schedule import ORDER, Schedule
 from draftgraph.engine.data.shards import RandomRows, Selected, ShardReader
 from draftgraph.engine.data.template import Template
 from draftgraph.engine.errors import DataError, UsageError
@@ -55,6 +56,11 @@ class Plan:
         section = self.profile.drafter
         return AnchorDraw(self.profile.run.seed, section.anchors, self.shape.block_size, section.anchor_rule)
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Drafters take micro-batches in turn: those that they work on side by side cost the same."""
+        return Schedule(self.assignment, self.buckets, self.profile.run.seed, len(self.profile.placement.drafters))
+
     @property
     def padding_efficiency(self) -> float:
         """Real context tokens over padded ones."""
@@ -64,7 +70,7 @@ class Plan:
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that resumes from it."""
-        optim = dataclasses.asdict(self.profile.optim)
+        placement, optim = self.profile.placement, dataclasses.asdict(self.profile.optim)
         del optim["max_skipped"]  # when to give up
         made_of = {
             "seed": self.profile.run.seed,
@@ -74,10 +80,8 @@ class Plan:
             "data": self.rows.digest,
             "reuse": self.profile.drafter.reuse,
             "chunk_slots": self.profile.drafter.chunk_slots,
-            "placement": {
-                "targets": len(self.profile.placement.targets),
-                "drafters": len(self.profile.placement.drafters),
-            },
+            "placement": {"targets": len(placement.targets), "drafters": len(placement.drafters)},
+            "order": ORDER,
             "draw": dataclasses.asdict(self.draw),
             "buckets": [b.name for b in self.buckets],
             "loss": dataclasses.asdict(self.rule),
@@ -336,6 +340,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "padding_efficiency": shares["token_efficiency"],
         "anchor_efficiency": shares["anchor_efficiency"],
         "flop_efficiency": shares["flop_efficiency"],
+        "row_efficiency": plan.schedule.row_efficiency,
         "target_flop_share": float(target / (target + drafter)),
         "device_bytes": device_bytes(plan),
         "tokens_per_s": None,  # a prediction needs measured rates; warm-up and training measure

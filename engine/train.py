@@ -254,6 +254,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         **tally.first_and_last(),
         "real_tokens_per_s": scheduler.real_tokens / seconds,
         "padding_efficiency": plan.padding_efficiency,
+        "row_efficiency": plan.schedule.row_efficiency,
         "graphs": len(evidence["graphs"]) if evidence["mode"] == "graph" else 0,
         "replays": sum(scheduler.replays.values()),
         "replays_per_graph": scheduler.replays,

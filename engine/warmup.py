@@ -139,14 +139,15 @@ def padding_difference(
         target_lane.batch.taps.fill_(float("nan"))
         engine.data.fill(bucket, round_index, views)
         target.extract(views.input_ids, views.taps)
-        lengths = views.lengths.tolist()
+        slots = views.lengths.tolist()
+        lengths = [length for length in slots if length]  # slots without a row are the last ones
         alone = []
         for r, length in enumerate(lengths):
             taps = torch.empty_like(views.taps[r : r + 1, :length])
             target.extract(views.input_ids[r : r + 1, :length].contiguous(), taps)
             alone.append(taps)
         differences = [relative_difference(views.taps[r, :n], alone[r][0]) for r, n in enumerate(lengths)]
-        for r, length in enumerate(lengths):
+        for r, length in enumerate(slots):
             views.taps[r, length:].fill_(float("nan"))
     target_lane.lane.synchronize()
     static = drafter.batch.views[bucket]

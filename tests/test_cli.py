@@ -1,9 +1,11 @@
 """The command line: its frozen interface, and bad input as one readable message."""
 
 import json
+import sys
 from pathlib import Path
 
 import jsonschema
+import matplotlib
 import pytest
 import tomli_w
 from test_data_template import chat_tokenizer
@@ -17,7 +19,7 @@ INTERFACE = {
         *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
         *("--format", "--mask", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
     ],
-    "plan": ["profile", "--run", "--set", "--json"],
+    "plan": ["profile", "--run", "--set", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
@@ -104,6 +106,24 @@ def test_plan_and_warmup_print_their_summaries(tmp_path, capsys):
     jsonschema.validate(warm, json.loads(WARMUP_SCHEMA.read_text()))
     assert json.loads((tmp_path / "run" / "warmup.json").read_text()) == warm
     assert "EAGERLY" in err and "do not apply" in err and warm["pool_bytes"] is None
+
+
+def test_plan_draws_every_bucket_over_the_lengths(tmp_path, capsys, monkeypatch):
+    profile, svg, png = profile_file(tmp_path), tmp_path / "buckets.svg", tmp_path / "buckets.png"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        assert main(["plan", profile, "--picture", str(svg), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert plan["picture"] == str(svg) and len(plan["buckets"]) == 3
+    for bucket in plan["buckets"]:
+        assert f"r{bucket['rows']}-s{bucket['context']}-a{bucket['anchors']}" in svg.read_text()
+    assert main(["plan", profile, "--picture", str(png), "--json"]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    status, err = failure(capsys, "plan", profile, "--picture", str(tmp_path / "buckets.gif"))
+    assert status == 2 and ".svg or .png" in err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, err = failure(capsys, "plan", profile, "--picture", str(svg))
+    assert status == 2 and "pip install -e '.[data]'" in err
 
 
 def failure(capsys, *arguments):

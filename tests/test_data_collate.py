@@ -16,7 +16,7 @@ DRAW = AnchorDraw(seed=5, num_anchors=9, block_size=K)
 
 
 def batch(*row_ids, epoch=0):
-    return MicroBatch(0, 0, np.array(row_ids), np.full(len(row_ids), epoch))
+    return MicroBatch(0, 0, np.array(row_ids, dtype=np.int64), epoch)
 
 
 def filled(bucket, micro_batch, reuse=1, fill=0xA5):
@@ -56,6 +56,19 @@ def test_a_slot_holds_the_rows_and_zeros_in_every_pad():
         assert not views["loss_mask"][row, length:].any()
         assert not views["anchor_positions"][0, row][views["anchor_valid"][0, row] == 0].any()
     assert views["anchor_valid"][0].sum(axis=1).tolist() == np.minimum(ROWS.valid_anchors(DRAW.rule, K), 9).tolist()
+
+
+@pytest.mark.parametrize("row_ids", [(), (3,), (6, 5)])
+def test_a_slot_without_a_row_is_all_pad(row_ids):
+    views = filled(Bucket(3, 48, 16), batch(*row_ids), reuse=2)
+    assert views["lengths"].tolist() == [*LENGTHS[list(row_ids)].tolist(), *[0] * (3 - len(row_ids))]
+    for name in ("input_ids", "loss_mask"):
+        assert not views[name][len(row_ids) :].any()
+    for name in ("anchor_positions", "anchor_valid"):
+        assert not views[name][:, len(row_ids) :].any()
+    full = filled(Bucket(3, 48, 16), batch(*row_ids, *[0] * (3 - len(row_ids))), reuse=2)
+    for name in ("anchor_positions", "anchor_valid"):
+        assert (views[name][:, : len(row_ids)] == full[name][:, : len(row_ids)]).all()
 
 
 def test_a_rows_bytes_do_not_depend_on_its_bucket_or_its_neighbours():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import VOCAB, ordinary_rows, tiny_profile, write_target
+from tiny import VOCAB, deal_as_for, ordinary_rows, tiny_profile, write_target
 
 from draftgraph.capture.graph import CapturedGraph
 from draftgraph.engine.data.shards import ShardWriter
@@ -82,7 +82,8 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path, reus
     assert lines == [1, 2, 3, 4, 5, 6]
 
 
-def test_two_targets_and_two_drafters_train_the_weights_of_one_of_each(tmp_path):
+def test_two_targets_and_two_drafters_train_the_weights_of_one_of_each(tmp_path, monkeypatch):
+    deal_as_for(2, monkeypatch)
     one = tiny_profile(tmp_path)
     two = tiny_profile(tmp_path, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu", "cpu"], "look_ahead": 2})
     run(one, tmp_path / "one")

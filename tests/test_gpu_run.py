@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import ordinary_rows, tiny_profile
+from tiny import deal_as_for, ordinary_rows, tiny_profile
 from triton.runtime.autotuner import Autotuner
 
 from draftgraph.capture import tuning
@@ -49,7 +49,8 @@ def test_hand_off_slots_train_the_bits_of_a_shared_buffer(tmp_path):
     assert all(torch.equal(shared[name], ring[name]) for name in shared)
 
 
-def test_two_targets_and_two_drafters_on_one_gpu_train_the_weights_of_one_of_each(tmp_path):
+def test_two_targets_and_two_drafters_on_one_gpu_train_the_weights_of_one_of_each(tmp_path, monkeypatch):
+    deal_as_for(2, monkeypatch)
     _, one = run(tmp_path, "one", "float32")
     placement = {"targets": [GPU, GPU], "drafters": [GPU, GPU], "look_ahead": 2}
     _, two = run(tmp_path, "two", "float32", placement=placement)

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from draftgraph.engine.config import Profile, from_values
+from draftgraph.engine.data.schedule import Schedule
 from draftgraph.engine.data.shards import ShardWriter
+from draftgraph.engine.plan import Plan
 
 VOCAB = 97
 WINDOW = 16  # tokens, shorter than most rows of the tests
@@ -100,3 +103,12 @@ def profile_values(folder: Path, family: str = "llama", rows: list | None = None
 
 def tiny_profile(folder: Path, family: str = "llama", rows: list | None = None, **changes: dict) -> Profile:
     return from_values(profile_values(folder, family, rows, **changes))
+
+
+def deal_as_for(num_drafters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every profile's rows dealt as for so many drafters: one with fewer trains on the same micro-batches."""
+
+    def schedule(plan: Plan) -> Schedule:
+        return Schedule(plan.assignment, plan.buckets, plan.profile.run.seed, num_drafters)
+
+    monkeypatch.setattr(Plan, "schedule", property(schedule))

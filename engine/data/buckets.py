@@ -60,7 +60,7 @@ def choose_buckets(
         row_flops: predicted FLOPs of one row padded to (context, anchors).
         context_multiple: S is a multiple of it.
     Returns:
-        Buckets by context, then anchors, ascending.
+        Buckets by context, then anchors, ascending; R as large as both budgets allow, then evened out.
     """
     if not len(lengths):
         raise DataError("no rows to choose buckets for")
@@ -78,9 +78,10 @@ def choose_buckets(
     edges = min(tables, key=lambda table: float(weights @ _cheapest(shapes, table, row_flops)[1]))
     filled = np.bincount(_cheapest(shapes, edges, row_flops)[0], weights, minlength=len(edges))
     buckets = []
-    for (context, slot), in_bucket in zip(edges.tolist(), filled.tolist(), strict=True):
-        fitting = min(context_tokens // context, draft_tokens // (slot * block_size), int(in_bucket))
-        buckets.append(Bucket(max(1, fitting), context, slot))
+    # An edge pair whose rows found a cheaper one, once that had shrunk to its own rows, is no bucket.
+    for (context, slot), in_bucket in zip(edges[filled > 0].tolist(), filled[filled > 0].tolist(), strict=True):
+        fitting = max(1, min(context_tokens // context, draft_tokens // (slot * block_size)))
+        buckets.append(Bucket(_even_rows(fitting, int(in_bucket)), context, slot))
     return sorted(buckets, key=lambda bucket: (bucket.context, bucket.anchors))
 
 
@@ -116,6 +117,11 @@ def efficiency(
         "anchor_efficiency": float(np.sum(anchors) / slots.sum()),
         "flop_efficiency": float(row_flops(lengths, anchors).sum() / row_flops(contexts, slots).sum()),
     }
+
+
+def _even_rows(most: int, in_data: int) -> int:
+    """R with which as few micro-batches as R = `most` needs hold `in_data` rows with the fewest pads."""
+    return -(-in_data // -(-in_data // most))
 
 
 def _cheapest(rows: np.ndarray, edges: np.ndarray, row_flops: RowFlops) -> tuple[np.ndarray, np.ndarray]:

@@ -72,7 +72,7 @@ def collate(batch: MicroBatch, rows: Rows, views: dict[str, np.ndarray], draw: A
     """Write a micro-batch into a slot.
 
     Args:
-        batch: the rows, and the epoch that keys each row's anchors.
+        batch: the rows, at most R, and the epoch that keys their anchors; slots without a row become pads.
         rows: where the tokens are.
         views: `SlotLayout.numpy_views` of the batch's bucket; every byte of every field is overwritten.
         draw: how anchors are drawn.
@@ -80,16 +80,21 @@ def collate(batch: MicroBatch, rows: Rows, views: dict[str, np.ndarray], draw: A
         DataError: a row's tokens are damaged, or the row draws more anchors than the bucket has slots.
     """
     num_anchors = views["anchor_positions"].shape[-1]
-    for slot, (row, epoch) in enumerate(zip(batch.row_ids.tolist(), batch.epochs.tolist(), strict=True)):
+    num_rows = len(batch.row_ids)
+    for slot, row in enumerate(batch.row_ids.tolist()):
         ids, mask = rows[row]
         for name, values in (("input_ids", ids), ("loss_mask", mask)):
             views[name][slot, : len(ids)] = values
             views[name][slot, len(ids) :] = 0
         views["lengths"][slot] = len(ids)
         for repeat in range(len(views["anchor_positions"])):
-            positions, valid = draw.draw(mask, num_anchors, epoch=epoch, row=row, repeat=repeat)
+            positions, valid = draw.draw(mask, num_anchors, epoch=batch.epoch, row=row, repeat=repeat)
             views["anchor_positions"][repeat, slot] = positions
             views["anchor_valid"][repeat, slot] = valid
+    for name in ("input_ids", "loss_mask", "lengths"):
+        views[name][num_rows:] = 0
+    for name in ("anchor_positions", "anchor_valid"):
+        views[name][:, num_rows:] = 0
 
 
 def _aligned(num_bytes: int) -> int:

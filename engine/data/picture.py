@@ -1,7 +1,10 @@
-"""The picture of a shard folder: how long its rows are, and how much of them is supervised."""
+"""Pictures of row lengths: of a shard folder, and of a plan's buckets over them. They need matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from draftgraph.engine.data.buckets import Bucket
 
 BINS = 60
 
@@ -20,4 +23,33 @@ def draw_lengths(lengths: Sequence[int], supervised: Sequence[int], path: Path) 
     axes.set(title=f"{len(lengths):,} rows, {sum(lengths):,} tokens", xlabel="tokens of a row", ylabel="rows")
     axes.legend()
     figure.savefig(path, format="svg", metadata={"Date": None})
+    return True
+
+
+def draw_buckets(lengths: Sequence[int], buckets: Sequence[Bucket], title: str, path: Path) -> bool:
+    """Write a histogram with the edge of every bucket, as SVG or PNG; False, and no picture, without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    largest = max(bucket.context for bucket in buckets)
+    axes.hist(lengths, BINS, range=(0, largest), color="lightgray")
+    top = axes.get_ylim()[1]
+    names: dict[int, list[str]] = {}
+    for bucket in buckets:
+        names.setdefault(bucket.context, []).append(bucket.name)
+    for context, at_edge in names.items():
+        axes.axvline(context, color="tab:blue", linewidth=1)
+        style: dict[str, Any] = {
+            "rotation": "vertical",
+            "ha": "right",
+            "va": "top",
+            "fontsize": "x-small",
+            "color": "tab:blue",
+        }
+        axes.annotate(", ".join(at_edge), (context, top), (-2, -3), textcoords="offset points", **style)
+    axes.set(title=title, xlabel="tokens of a row", ylabel="rows", xlim=(0, largest * 1.01), ylim=(0, top))
+    figure.savefig(path)
     return True

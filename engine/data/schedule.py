@@ -1,9 +1,14 @@
 """The endless, deterministic stream of micro-batches: which rows, of which epoch, into which bucket.
 
-Promises: the stream depends on (assignment, buckets, seed) alone; every epoch holds every row once; a batch is emitted
-when its bucket has all its rows, and what is left over waits for the next epoch, so no row is dropped. `at(k)` starts
-at micro-batch k without building those before it. One micro-batch is one target extraction; how often its taps are
-reused is the collation's business.
+Promises: the stream depends on (assignment, buckets, seed, group) alone. Epochs follow each other whole: each deals
+every row once, in an order of its own, and a micro-batch never mixes two. `group` micro-batches side by side, from a
+multiple of `group` on, are of one bucket: as many drafters finish them together. `at(k)` starts at micro-batch k
+without building those before it. One micro-batch is one target extraction; how often its taps are reused is the
+collation's business.
+
+How: the rows of a bucket are dealt evenly to the fewest groups that hold them, so a micro-batch may have fewer rows
+than its bucket; the other slots are pads, which weigh nothing. Where a bucket has fewer rows than such micro-batches,
+some have none. The price is less than `group` micro-batches of each bucket per epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,18 +19,21 @@ import numpy as np
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import DataError
 
+# How rows are dealt; a checkpoint of a run that dealt them otherwise is refused.
+ORDER = "whole epochs"
+
 # Keeps the key of an epoch's order apart from the keys (seed, epoch, row, repeat) of anchor draws.
-_ORDER = 2**31
+_ORDER_KEY = 2**31
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """R rows of one bucket; `epochs` says for each row in which epoch it was dealt."""
+    """Up to R rows of one bucket, all dealt in one epoch."""
 
     index: int
     bucket_index: int
-    row_ids: np.ndarray  # [R] int64
-    epochs: np.ndarray  # [R] int64
+    row_ids: np.ndarray  # [<= R] int64
+    epoch: int
 
 
 class Schedule:
@@ -35,68 +43,46 @@ class Schedule:
         assignment: [rows] int, the bucket index of every row (`buckets.assign`).
         buckets: the bucket table.
         seed: of the run.
+        group: drafters that work side by side, D.
     """
 
-    def __init__(self, assignment: np.ndarray, buckets: Sequence[Bucket], seed: int) -> None:
+    def __init__(self, assignment: np.ndarray, buckets: Sequence[Bucket], seed: int, group: int = 1) -> None:
         if not len(assignment):
             raise DataError("no rows to train on")
         self.buckets = tuple(buckets)
         self.assignment = np.asarray(assignment, dtype=np.int32)
-        self.seed = seed
-        self._rows = np.array([bucket.rows for bucket in self.buckets], dtype=np.int64)
-        self._counts = np.bincount(self.assignment, minlength=len(self.buckets)).astype(np.int64)
-
-    def emitted(self, epochs: int) -> int:
-        """How many micro-batches the first `epochs` epochs complete."""
-        return int((epochs * self._counts // self._rows).sum())
+        self.seed, self.group = seed, group
+        counts = np.bincount(self.assignment, minlength=len(self.buckets)).astype(np.int64)
+        rows = np.array([bucket.rows for bucket in self.buckets], dtype=np.int64)
+        groups = -(-counts // (rows * group))
+        self._bucket_of_group = np.repeat(np.arange(len(self.buckets)), groups)
+        # Where each micro-batch begins, and the last one ends, among an epoch's rows sorted by bucket.
+        within = [
+            np.arange(n) * count // n for n, count in zip((groups * group).tolist(), counts.tolist(), strict=True)
+        ]
+        starts = [first + start for first, start in zip(np.cumsum(counts) - counts, within, strict=True)]
+        self._edges = np.concatenate([*starts, [len(self.assignment)]])
+        self.batches_per_epoch = len(self._edges) - 1
+        self.row_efficiency = len(self.assignment) / int((groups * group * rows).sum())
 
     def at(self, index: int) -> Iterator[MicroBatch]:
         """The stream from micro-batch `index` on."""
-        low, high = 0, 1
-        while self.emitted(high) <= index:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.emitted(middle) <= index else (low, middle)
-        return self._stream(low, index)
-
-    def _stream(self, epoch: int, first: int) -> Iterator[MicroBatch]:
-        waiting = self._waiting(epoch)
-        next_index = self.emitted(epoch)
+        epoch, skipped = divmod(index, self.batches_per_epoch)
         while True:
-            batches = []
-            for bucket, (at, rows) in enumerate(self._dealt(epoch)):
-                row_ids = np.concatenate([waiting[bucket][0], rows])
-                epochs = np.concatenate([waiting[bucket][1], np.full(len(rows), epoch)])
-                size, carried = self._rows[bucket], len(waiting[bucket][0])
-                full = len(row_ids) // size
-                for number in range(full):
-                    part = slice(number * size, (number + 1) * size)
-                    # Its place in the stream: where in the epoch's order the row stood that completed it.
-                    batches.append((at[part.stop - carried - 1], bucket, row_ids[part], epochs[part]))
-                waiting[bucket] = (row_ids[full * size :], epochs[full * size :])
-            for _, bucket, row_ids, epochs in sorted(batches, key=lambda batch: batch[0]):
-                if next_index >= first:
-                    yield MicroBatch(next_index, bucket, row_ids, epochs)
-                next_index += 1
-            epoch += 1
+            yield from self._epoch(epoch, skipped)
+            epoch, skipped = epoch + 1, 0
 
-    def _dealt(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The epoch's rows by bucket: their places in the epoch's order, ascending, and their ids."""
-        order = np.random.default_rng([self.seed, epoch, _ORDER]).permutation(len(self.assignment))
-        by_bucket = np.argsort(self.assignment[order], kind="stable")
-        places = np.split(by_bucket, np.cumsum(self._counts)[:-1])
-        return [(place, order[place]) for place in places]
-
-    def _waiting(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What is left over in each bucket when `epoch` begins, found by dealing only the last few epochs again."""
-        left = epoch * self._counts % self._rows
-        back = int(np.max(-(-left // np.maximum(self._counts, 1)), initial=0))
-        dealt = [(past, self._dealt(past)) for past in range(epoch - back, epoch)]
-        waiting = []
-        for bucket, count in enumerate(left):
-            rows = [np.empty(0, dtype=np.int64)] + [buckets[bucket][1] for _, buckets in dealt]
-            epochs = [np.empty(0, dtype=np.int64)] + [np.full(len(buckets[bucket][1]), past) for past, buckets in dealt]
-            tail = slice(sum(map(len, rows)) - count, None)
-            waiting.append((np.concatenate(rows)[tail], np.concatenate(epochs)[tail]))
-        return waiting
+    def _epoch(self, epoch: int, skipped: int) -> Iterator[MicroBatch]:
+        generator = np.random.default_rng([self.seed, epoch, _ORDER_KEY])
+        order = generator.permutation(len(self.assignment))
+        rows = order[np.argsort(self.assignment[order], kind="stable")]
+        groups = generator.permutation(len(self._bucket_of_group))
+        for number in range(skipped, self.batches_per_epoch):
+            group = int(groups[number // self.group])
+            batch = group * self.group + number % self.group
+            yield MicroBatch(
+                index=epoch * self.batches_per_epoch + number,
+                bucket_index=int(self._bucket_of_group[group]),
+                row_ids=rows[self._edges[batch] : self._edges[batch + 1]],
+                epoch=epoch,
+            )
