@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from draftgraph.engine.config import Profile, from_values
-from draftgraph.engine.data.shards import ShardWriter
+from draftgraph.engine.data.writer import ShardWriter
 
 VOCAB = 97
 WINDOW = 16  # tokens, shorter than most rows of the tests
