@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -134,10 +135,8 @@ def test_another_command_or_other_inputs_start_over_and_say_so(whole, capsys, ch
     kill_at(folder, 12)
     if not change:
         os.utime(folder / "in" / "a.jsonl", ns=(1, 1))
-    try:
+    with pytest.raises(DataError, match="rows: 1 read, 0 used") if "strict" in change else nullcontext():
         run(folder, **change)
-    except DataError as error:
-        assert "rows: 1 read, 0 used" in str(error)
     err = capsys.readouterr().err
     assert f"starting over: an interrupted run had other {named}" in err and "going on" not in err
 

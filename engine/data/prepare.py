@@ -89,10 +89,16 @@ def prepare(
         "rules": asdict(rules),
         "switches": [target, form, max_bad_rows, strict],
     }
-    facts = {"vocab_size": vocab_size, "max_context": max_context, "target": target}
     work = Work(template, rules, form)
     with (
-        ShardWriter(out, fingerprint=template.fingerprint(), **facts, command=command) as writer,
+        ShardWriter(
+            out,
+            vocab_size=vocab_size,
+            fingerprint=template.fingerprint(),
+            max_context=max_context,
+            target=target,
+            command=command,
+        ) as writer,
         _bar() if progress else nullcontext() as bar,
     ):
         done = _Done.restored(writer)

@@ -9,6 +9,7 @@ Does not: write them, which is `writer`.
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class ShardReader:
         self._offsets = np.array(self._open("offsets.npy", np.dtype("<i8"), self.facts["rows"] + 1))
         self.lengths = np.diff(self._offsets)
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.facts["shards"]])
+        self._starts: list[int] = self._first_rows.tolist()
         last_offsets = np.cumsum([0] + [shard["tokens"] for shard in self.facts["shards"]])
         if self.lengths.min() < 1 or not np.array_equal(self._offsets[self._first_rows], last_offsets):
             raise DataError(f"{self.folder / 'offsets.npy'}: damaged: offsets and shards disagree; run prepare again")
@@ -53,16 +55,16 @@ class ShardReader:
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids [n] int32 and loss_mask [n] bool of one row."""
-        shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        base = self._offsets[self._first_rows[shard]]
+        shard = bisect_right(self._starts, row) - 1
+        base = self._offsets[self._starts[shard]]
         part = slice(self._offsets[row] - base, self._offsets[row + 1] - base)
         ids = self._shards[shard]["tokens"][part]
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
+        if ids.view(np.uint32).max() >= self.vocab_size:  # an id below 0 is among the largest then
             raise DataError(
                 f"{self.folder}: damaged: row {row} holds token ids {ids.min()} to {ids.max()}, "
                 f"expected 0 to {self.vocab_size - 1}"
             )
-        return np.asarray(ids), np.asarray(self._shards[shard]["mask"][part]) != 0
+        return ids, self._shards[shard]["mask"][part] != 0
 
     def __reduce__(self) -> tuple[Callable, tuple[Path, Stamps]]:
         return _reopened, (self.folder, self._stamps)
@@ -105,7 +107,7 @@ class ShardReader:
                 f"{self.folder / name}: damaged: expected {dtype} [{length}], found {array.dtype} {list(array.shape)}; "
                 "run prepare again"
             )
-        return array
+        return array.view(np.ndarray)  # slicing a memmap takes ten times as long
 
 
 def _reopened(folder: Path, stamps: Stamps) -> ShardReader:

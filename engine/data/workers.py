@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import IO, Self
 
 from draftgraph.engine.data.examine import Examiner, Kept, Rules, Skipped
 from draftgraph.engine.data.files import Found, understand
@@ -193,19 +193,19 @@ def serve() -> None:
             os._exit(0)  # the parent is gone, or done; nothing of this process matters
 
 
-def _send(pipe: BinaryIO | None, message: bytes) -> None:
+def _send(pipe: IO[bytes] | None, message: bytes) -> None:
     assert pipe is not None
     pipe.write(len(message).to_bytes(_LENGTH_BYTES, "little"))
     pipe.write(message)
     pipe.flush()
 
 
-def _receive(pipe: BinaryIO) -> bytes:
+def _receive(pipe: IO[bytes]) -> bytes:
     length = int.from_bytes(_read(pipe, _LENGTH_BYTES), "little")
     return _read(pipe, length)
 
 
-def _read(pipe: BinaryIO, count: int) -> bytes:
+def _read(pipe: IO[bytes], count: int) -> bytes:
     content = pipe.read(count)
     if len(content) < count:
         raise EOFError

@@ -168,10 +168,7 @@ class ShardWriter:
         """Of the rows that the journal tells of; -1 where files are too short."""
         try:
             arrays = [
-                tuple(
-                    np.memmap(self.partial / f"{name}-{index:05d}.npy", dtype, "r", _HEADER_BYTES, (shard["tokens"],))
-                    for name, dtype in FIELDS.items()
-                )
+                (self._mapped("tokens", index, shard["tokens"]), self._mapped("mask", index, shard["tokens"]))
                 for index, shard in enumerate(self._shards)
             ]
         except (OSError, ValueError):
@@ -179,6 +176,9 @@ class ShardWriter:
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         first_rows = np.cumsum([0] + [shard["rows"] for shard in self._shards])
         return checksum(arrays, offsets, first_rows)
+
+    def _mapped(self, name: str, index: int, length: int) -> np.ndarray:
+        return np.memmap(self.partial / f"{name}-{index:05d}.npy", FIELDS[name], "r", _HEADER_BYTES, (length,))
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
