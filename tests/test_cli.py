@@ -15,7 +15,7 @@ from draftgraph.profiles.load import WARMUP_SCHEMA
 INTERFACE = {
     "prepare": [
         *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
-        *("--format", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
+        *("--format", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict", "--workers"),
     ],
     "plan": ["profile", "--run", "--set", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],

@@ -3,7 +3,7 @@
     python profiles/data/measure_prepare.py 20000 2              # rows, cores
 
 The rows are the demo's conversations in new combinations. Both sides use as many threads or processes and take turns,
-`prepare` with all it does: start, read, render, tokenise, mask, judge, write. The best round of each counts.
+`prepare` with all it does: start, read, render, tokenise, mask, judge, write. Medians of the rounds.
 """
 
 import json
@@ -64,15 +64,21 @@ def main(num_rows: int, workers: int) -> None:
         ours = {
             "rows": num_rows,
             "workers": workers,
-            "tokens_per_s": max(whole),
-            "rows_per_s": max(whole) * num_rows / summary["tokens"],
+            "tokens_per_s": median(whole),
+            "rows_per_s": median(whole) * num_rows / summary["tokens"],
+            "rounds_tokens_per_s": whole,
             "collate_ms": collation_ms(Path(folder) / "batch", vocab_size),
             "load_average": os.getloadavg()[0],
         }
-    peer = {"name": "tokenizers.Tokenizer.encode_batch of the rendered texts", "tokens_per_s": max(alone)}
-    content = receipt("prepare", "smollm2", ours=ours, peer=peer, ratio=ours["tokens_per_s"] / peer["tokens_per_s"])
+    peer: dict[str, object] = {
+        "name": "tokenizers.Tokenizer.encode_batch of the rendered texts",
+        "tokens_per_s": median(alone),
+    }
+    peer["rounds_tokens_per_s"] = alone
+    ratio = median(one / other for one, other in zip(whole, alone, strict=True))
+    content = receipt("prepare", "smollm2", ours=ours, peer=peer, ratio=ratio)
     write_receipt(HERE.parent / "results" / "prepare.json", content)
-    print(json.dumps({"ours": ours, "peer": peer, "ratio": content["ratio"]}, indent=1))
+    print(json.dumps({"ours": ours, "peer": peer, "ratio": ratio}, indent=1))
 
 
 def make_conversations(num_rows: int) -> list[list[dict[str, str]]]:
