@@ -112,6 +112,12 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--strict", action="store_true", help="stop at the first row that would be skipped")
     sub.add_argument("--anchor-rule", choices=RULES, default=RULES[0], help="(%(default)s)")
+    sub.add_argument(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="processes (default: one a core, fewer for small files)",
+    )
 
     sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")
     add_profile(sub)

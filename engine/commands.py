@@ -37,7 +37,7 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
     if args.show:
         summary = show_rows(args.inputs, template, args.show, console, **rules)
     if args.out:
-        limits = {"max_bad_rows": args.max_bad_rows, "strict": args.strict}
+        limits = {"max_bad_rows": args.max_bad_rows, "strict": args.strict, "workers": args.workers}
         summary = prepare_rows(args.inputs, template, args.out, target=args.target, progress=True, **rules, **limits)
         if not summary["picture"]:
             console.print(

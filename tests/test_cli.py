@@ -18,6 +18,7 @@ INTERFACE = {
     "prepare": [
         *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
         *("--format", "--mask", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
+        "--workers",
     ],
     "plan": ["profile", "--run", "--set", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],

@@ -60,7 +60,7 @@ def examined(found):
         verdict = EXAMINER.examine(row)
         if isinstance(verdict, Kept):
             assert len(verdict.input_ids) == len(verdict.loss_mask) <= 64
-            assert verdict.loss_mask.any() and verdict.input_ids.dtype == np.int64
+            assert verdict.loss_mask.any() and verdict.input_ids.dtype == np.int32
         else:
             assert verdict.reason in ADVICE
             doctor.skip(verdict.reason, row.where, verdict.detail)

@@ -14,7 +14,8 @@ from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.data.collate import SlotLayout, collate
 from draftgraph.engine.data.loader import Loader
 from draftgraph.engine.data.schedule import Schedule
-from draftgraph.engine.data.shards import RandomRows, ShardReader, ShardWriter
+from draftgraph.engine.data.shards import RandomRows, ShardReader
+from draftgraph.engine.data.writer import ShardWriter
 from draftgraph.engine.errors import DataError
 
 BUCKETS = (Bucket(2, 16, 8), Bucket(3, 64, 16))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from draftgraph.engine.data.anchors import RULES, valid_anchors
-from draftgraph.engine.data.shards import RandomRows, ShardReader, ShardWriter
+from draftgraph.engine.data.shards import RandomRows, ShardReader
+from draftgraph.engine.data.writer import ShardWriter
 from draftgraph.engine.errors import DataError
 
 K = 4

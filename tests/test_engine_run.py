@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny import VOCAB, deal_as_for, ordinary_rows, tiny_profile, write_target
 
 from draftgraph.capture.graph import CapturedGraph
-from draftgraph.engine.data.shards import ShardWriter
+from draftgraph.engine.data.writer import ShardWriter
 from draftgraph.engine.errors import CaptureError, DataError, RunError, UsageError
 from draftgraph.engine.models.target import load_config
 from draftgraph.engine.plan import make_plan, matrix_parameters

@@ -8,7 +8,7 @@ import pytest
 
 from draftgraph.engine.config import Profile, from_values
 from draftgraph.engine.data.schedule import Schedule
-from draftgraph.engine.data.shards import ShardWriter
+from draftgraph.engine.data.writer import ShardWriter
 from draftgraph.engine.plan import Plan
 
 VOCAB = 97

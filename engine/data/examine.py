@@ -1,6 +1,7 @@
 """Judges one row: the tokens and mask that go into a shard, or why none do.
 
 Promises: a row longer than max_context is cut at its end; a row that could not train anything is skipped, never mended.
+An Examiner knows one row at a time, in any process; who has seen all rows, in order, is Names.
 """
 
 import hashlib
@@ -24,10 +25,14 @@ MISPLACED = {
     "tool": ("", "system", "user"),
 }
 
+# Names in the set, of some hundred bytes each, before they are sorted into the array.
+NEWEST = 2**20
+
 
 class Kept(NamedTuple):
-    input_ids: np.ndarray  # [n] int64
+    input_ids: np.ndarray  # [n] int32
     loss_mask: np.ndarray  # [n] bool
+    name: int  # 64 bits of a hash of input_ids
     tokens_cut: int
     unknown_tokens: int
     found_by: str  # how its mask was found, as the report says it
@@ -50,11 +55,10 @@ class Rules:
 
 
 class Examiner:
-    """The rules of one `prepare`, applied row by row; it remembers the rows that it kept."""
+    """The rules of one `prepare`, applied row by row."""
 
     def __init__(self, template: Template, rules: Rules) -> None:
         self._template, self._rules = template, rules
-        self._kept: set[bytes] = set()
 
     def examine(self, row: Row | Trouble) -> Kept | Skipped:
         """The row as it goes into a shard, or why it does not."""
@@ -68,7 +72,7 @@ class Examiner:
             ids, mask, found_by, left_out = self._template.encode(row)
         except TemplateRefusal as refusal:
             return Skipped(reasons.REFUSED, str(refusal))
-        return self._judge(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool), found_by, left_out)
+        return self._judge(ids, mask, found_by, left_out)
 
     def _judge(self, ids: np.ndarray, mask: np.ndarray, found_by: str, left_out: Sequence[str]) -> Kept | Skipped:
         rules, length = self._rules, len(ids)
@@ -83,13 +87,42 @@ class Examiner:
             return Skipped(reasons.UNSUPERVISED, f"{length} tokens")
         if not valid_anchors(mask, rules.anchor_rule, rules.block_size).any():
             return Skipped(reasons.NO_ANCHOR, f"{int(mask.sum())} supervised of {len(ids)} tokens")
-        # Eight bytes a row: ten million rows meet by chance once in some hundred thousand data sets.
-        name = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
-        if name in self._kept:
-            return Skipped(reasons.DUPLICATE, f"{len(ids)} tokens")
-        self._kept.add(name)
+        kept = ids.astype(np.int32)
         unknown = int((ids == self._template.unknown_id).sum())
-        return Kept(ids, mask, length - len(ids), unknown, found_by, left_out)
+        return Kept(kept, mask, _name(kept), length - len(ids), unknown, found_by, left_out)
+
+
+class Names:
+    """The rows that were kept, known by their names: 8 bytes each, in one sorted array and a set of the newest.
+
+    Ten million rows meet by chance once in some hundred thousand data sets.
+    """
+
+    def __init__(self) -> None:
+        self._sorted = np.empty(0, dtype=np.uint64)
+        self._newest: set[int] = set()
+
+    def add(self, name: int) -> bool:
+        """Whether the name is new."""
+        place = int(np.searchsorted(self._sorted, np.uint64(name)))
+        if name in self._newest or (place < len(self._sorted) and int(self._sorted[place]) == name):
+            return False
+        self._newest.add(name)
+        if len(self._newest) == NEWEST:
+            newest = np.fromiter(self._newest, dtype=np.uint64, count=NEWEST)
+            self._sorted = np.sort(np.concatenate([self._sorted, newest]))
+            self._newest.clear()
+        return True
+
+    def judge(self, found: Kept | Skipped) -> Kept | Skipped:
+        """Skip a row with the tokens of one before."""
+        if isinstance(found, Skipped) or self.add(found.name):
+            return found
+        return Skipped(reasons.DUPLICATE, f"{len(found.input_ids)} tokens")
+
+
+def _name(ids: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
 def _turn_trouble(messages: list[dict[str, Any]]) -> Skipped | None:

@@ -32,6 +32,7 @@ _CHUNK = 2**20
 # NOTE: a zstd block may grow 30,000-fold; small pieces bound what one of them becomes.
 _PACKED_CHUNK = 2**11
 
+# Where a row is, the share of its file that is read then, and its JSON value, or the bytes of a line not parsed yet.
 Found = tuple[str, float, Any] | Trouble
 
 
@@ -62,18 +63,42 @@ def read_conversations(path: str | Path, form: str | None = None) -> Iterator[Ro
 def read_values(path: str | Path) -> Iterator[Found]:
     """Yield what stands in each row of a file, or of all files of a folder: where, the share read, the parsed value."""
     for file in conversation_files(path):
-        rows = 0
-        try:
-            with file.open("rb") as raw:
-                for found in _rows(file, raw):
-                    rows += 1
-                    yield found
-        except (Damage, EOFError, zlib.error, gzip.BadGzipFile) as damage:
-            if not rows:
-                raise DataError(f"{file}: cannot be read: {damage}") from damage
-            yield Trouble(str(file), 1.0, DAMAGED, f"breaks behind {rows} rows: {damage}")
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
+        for found in find_rows(file):
+            yield parsed(found)
+
+
+def find_rows(file: Path) -> Iterator[Found]:
+    """Yield the rows of one file as they stand there; what else they take, `understand` does, in any process."""
+    rows = 0
+    try:
+        with file.open("rb") as raw:
+            for found in _rows(file, raw):
+                rows += 1
+                yield found
+    except (Damage, EOFError, zlib.error, gzip.BadGzipFile) as damage:
+        if not rows:
+            raise DataError(f"{file}: cannot be read: {damage}") from damage
+        yield Trouble(str(file), 1.0, DAMAGED, f"breaks behind {rows} rows: {damage}")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def understand(found: Found, form: str | None = None) -> Row | Trouble:
+    """Parse a row that was found, and read it in the form that is named or that its keys tell."""
+    value = parsed(found)
+    return value if isinstance(value, Trouble) else read_row(*value, form)
+
+
+def parsed(found: Found) -> Found:
+    """A row that was found, its line as the JSON value that it is."""
+    if isinstance(found, Trouble) or not isinstance(found[2], bytes):
+        return found
+    where, done, line = found
+    try:
+        values = parse(line.decode())
+    except UnicodeDecodeError as error:
+        return Trouble(where, done, NOT_UTF8, f"byte {line[error.start]:#04x} at {error.start}")
+    return (where, done, values[0]) if values else Trouble(where, done, BAD_JSON, "the line is not one JSON value")
 
 
 def _is_saved(folder: Path) -> bool:
@@ -111,7 +136,7 @@ def _kind(content: io.BufferedIOBase) -> str:
 
 
 def _read_lines(file: Path, content: io.BufferedIOBase, done: Callable[[], float]) -> Iterator[Found]:
-    number = parsed = bad = 0
+    number, bad, is_json = 0, 0, False
     while line := content.readline(ROW_BYTES + 1):
         number, length = number + 1, len(line)
         where, share = f"{file}:{number}", done()
@@ -125,22 +150,21 @@ def _read_lines(file: Path, content: io.BufferedIOBase, done: Callable[[], float
             line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
-        try:
-            value = parse(line.decode())
-        except UnicodeDecodeError as error:
-            bad += 1
-            yield Trouble(where, share, NOT_UTF8, f"byte {line[error.start]:#04x} at {error.start}")
-            continue
-        if value:
-            parsed += 1
-            yield where, share, value[0]
-        else:
-            bad += 1
-            yield Trouble(where, share, BAD_JSON, "the line is not one JSON value")
-    if bad and not parsed:
+        if not is_json:
+            is_json = _is_json(line)
+            bad += not is_json
+        yield where, share, line
+    if bad and not is_json:
         raise DataError(
             f"{file}: no line of it is JSON; expected one row a line (a .json file may hold one list of rows)"
         )
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return bool(parse(line.decode()))
+    except UnicodeDecodeError:
+        return False
 
 
 def _read_list(file: Path, content: io.BufferedIOBase, done: Callable[[], float]) -> Iterator[Found]:

@@ -3,20 +3,17 @@
 A shard folder holds `shards.json` (version, counts, vocabulary, fingerprint, the doctor's summary), `offsets.npy`
 int64 [rows + 1] over all rows laid end to end, and per shard `tokens-NNNNN.npy` int32 and `mask-NNNNN.npy` uint8; a
 picture `lengths.svg` may lie beside them. A row never straddles two shards.
-Promises: a folder appears whole or not at all; a folder that is no shard folder is never overwritten; damage is a
-DataError.
+Promises: damage is a DataError.
+Does not: write them, which is `writer`.
 """
 
 import hashlib
 import json
-import os
-import shutil
-import zlib
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 
@@ -27,99 +24,8 @@ from draftgraph.engine.errors import DataError
 PICTURE = "lengths.svg"
 FORMAT = "draftgraph-shards"
 VERSION = 1
-SHARD_TOKENS = 2**28
 _CHUNK_TOKENS = 2**24
-_FIELDS: dict[str, np.dtype] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1")}
-
-
-class ShardWriter:
-    """Writes rows one by one; `finish` puts the folder in place. A `with` block left without it leaves nothing."""
-
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        vocab_size: int,
-        fingerprint: str,
-        max_context: int,
-        target: str = "",
-        shard_tokens: int = SHARD_TOKENS,
-    ) -> None:
-        self.folder = Path(folder)
-        _check_replaceable(self.folder)
-        self._facts = {
-            "vocab_size": vocab_size,
-            "max_context": max_context,
-            "fingerprint": fingerprint,
-            "target": target,
-        }
-        self._checksum = 0
-        self._shard_tokens = shard_tokens
-        self._lengths: list[int] = []
-        self._shards: list[dict[str, int]] = []
-        self._files: dict[str, BinaryIO] = {}
-        # Where the files lie until `finish`; a picture may be put beside them.
-        self.partial = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
-        try:
-            self.partial.mkdir(parents=True)
-        except OSError as error:
-            raise DataError(f"{self.folder}: cannot be written: {error.strerror}") from error
-
-    def append(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
-        """Add one row of at least one token."""
-        assert len(input_ids) == len(loss_mask) > 0
-        if not self._files or self._shards[-1]["tokens"] + len(input_ids) > self._shard_tokens:
-            self._close_shard()
-            for name, dtype in _FIELDS.items():
-                self._files[name] = (self.partial / f"{name}-{len(self._shards):05d}.npy").open("wb")
-                _write_header(self._files[name], dtype, 0)
-            self._shards.append({"rows": 0, "tokens": 0})
-        for (name, dtype), values in zip(_FIELDS.items(), (input_ids, loss_mask), strict=True):
-            content = np.asarray(values).astype(dtype).tobytes()
-            self._checksum = zlib.crc32(content, self._checksum)
-            self._files[name].write(content)
-        self._shards[-1]["rows"] += 1
-        self._shards[-1]["tokens"] += len(input_ids)
-        self._lengths.append(len(input_ids))
-
-    def finish(self, doctor: dict[str, Any]) -> int:
-        """Close the files, put the folder in place of an older one, and say how many shards it has."""
-        if not self._lengths:
-            raise DataError(f"{self.folder}: no row was left to write; nothing to train on")
-        self._close_shard()
-        np.save(self.partial / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]))
-        facts = {
-            "format": FORMAT,
-            "version": VERSION,
-            "rows": len(self._lengths),
-            "tokens": sum(self._lengths),
-            "checksum": self._checksum,
-            **self._facts,
-        }
-        text = json.dumps({**facts, "shards": self._shards, "doctor": doctor}, indent=1)
-        (self.partial / "shards.json").write_text(text + "\n")
-        _check_replaceable(self.folder)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.partial.rename(self.folder)
-        return len(self._shards)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            file.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
-
-    def _close_shard(self) -> None:
-        for name, file in self._files.items():
-            file.seek(0)
-            _write_header(file, _FIELDS[name], self._shards[-1]["tokens"])
-            file.close()
-        self._files = {}
+FIELDS: dict[str, np.dtype] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1")}
 
 
 class ShardReader:
@@ -135,11 +41,12 @@ class ShardReader:
         self._offsets = np.array(self._open("offsets.npy", np.dtype("<i8"), self.facts["rows"] + 1))
         self.lengths = np.diff(self._offsets)
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.facts["shards"]])
+        self._starts: list[int] = self._first_rows.tolist()
         last_offsets = np.cumsum([0] + [shard["tokens"] for shard in self.facts["shards"]])
         if self.lengths.min() < 1 or not np.array_equal(self._offsets[self._first_rows], last_offsets):
             raise DataError(f"{self.folder / 'offsets.npy'}: damaged: offsets and shards disagree; run prepare again")
         self._shards = [
-            {name: self._open(f"{name}-{index:05d}.npy", dtype, shard["tokens"]) for name, dtype in _FIELDS.items()}
+            {name: self._open(f"{name}-{index:05d}.npy", dtype, shard["tokens"]) for name, dtype in FIELDS.items()}
             for index, shard in enumerate(self.facts["shards"])
         ]
 
@@ -148,16 +55,16 @@ class ShardReader:
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """input_ids [n] int32 and loss_mask [n] bool of one row."""
-        shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        base = self._offsets[self._first_rows[shard]]
+        shard = bisect_right(self._starts, row) - 1
+        base = self._offsets[self._starts[shard]]
         part = slice(self._offsets[row] - base, self._offsets[row + 1] - base)
         ids = self._shards[shard]["tokens"][part]
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
+        if ids.view(np.uint32).max() >= self.vocab_size:  # an id below 0 is among the largest then
             raise DataError(
                 f"{self.folder}: damaged: row {row} holds token ids {ids.min()} to {ids.max()}, "
                 f"expected 0 to {self.vocab_size - 1}"
             )
-        return np.asarray(ids), np.asarray(self._shards[shard]["mask"][part]) != 0
+        return ids, self._shards[shard]["mask"][part] != 0
 
     def __reduce__(self) -> tuple[Callable, tuple[Path, Stamps]]:
         return _reopened, (self.folder, self._stamps)
@@ -200,7 +107,7 @@ class ShardReader:
                 f"{self.folder / name}: damaged: expected {dtype} [{length}], found {array.dtype} {list(array.shape)}; "
                 "run prepare again"
             )
-        return array
+        return array.view(np.ndarray)  # slicing a memmap takes ten times as long
 
 
 def _reopened(folder: Path, stamps: Stamps) -> ShardReader:
@@ -240,28 +147,6 @@ class RandomRows:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], self.lengths)
         return count_valid_anchors(place >= np.repeat(self.lengths // 4, self.lengths), offsets, rule, block_size)
-
-
-def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
-    # NOTE: numpy pads the header so that the first axis may grow: written again in place, it has the same size.
-    np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (length,)})
-
-
-def _check_replaceable(folder: Path) -> None:
-    if not folder.exists():
-        return
-    foreign = (
-        [folder.name] if not folder.is_dir() else [entry.name for entry in folder.iterdir() if not _is_ours(entry.name)]
-    )
-    if foreign:
-        raise DataError(
-            f"{folder}: not a folder of token shards (it has {min(foreign)}), so it is not overwritten; "
-            "choose another --out"
-        )
-
-
-def _is_ours(name: str) -> bool:
-    return name in ("shards.json", "offsets.npy", PICTURE) or (name.endswith(".npy") and name.split("-")[0] in _FIELDS)
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
