@@ -66,7 +66,7 @@ class Template:
         added = tokenizer.added_tokens_decoder.values()
         self._specials = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
 
-    @property
+    @cached_property
     def unknown_id(self) -> int:
         """The id of text that the tokenizer does not know, -1 where it knows all or its unknown token means more."""
         others = (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id)
