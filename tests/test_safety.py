@@ -14,7 +14,7 @@ from draftgraph.engine.train import train
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for room in ("engine", "kernels", "capture") for path in (ROOT / room).rglob("*.py"))
-# The data process, and the workers of `prepare`, unpickle what their own parent sends through a pipe, and it what they do.
+# The data process, and the workers of `prepare`, unpickle what their own parent sends through a pipe, and it theirs.
 PIPE = {"engine/data/loader.py": {"pickle.load"}, "engine/data/workers.py": {"pickle.loads"}}
 RUNS_CODE = {"pickle.load", "pickle.loads", "torch.load", "eval", "exec", "compile", "os.system", "os.popen"}
 
