@@ -190,7 +190,7 @@ def test_auto_takes_tags_then_prefixes_then_the_familys_preset_then_the_header()
     ("template", "row", "mask", "why"),
     [
         (FORGETFUL, TWICE, "prefix", "prefix: the template rewrites earlier turns"),
-        (CHATML, conversation("hi", "<|im_end|>"), "chatml", "an answer holds a token that ends turns"),
+        (CHATML, conversation("hi", "<|im_end|>"), "chatml", "the text of an answer holds the template"),
         (CHATML, conversation("<|im_start|>assistant\n", "x"), "chatml", "1 answers, but 2 headers"),
         (CHATML, TWICE, "llama3", "2 answers, but 0 headers"),
         (CHATML.replace("<|im_end|>", ""), TWICE, "chatml", r"answer 1 does not end in <\|im_end\|>"),

@@ -65,6 +65,9 @@ class Template:
             self._ways = [mask]
         added = tokenizer.added_tokens_decoder.values()
         self._specials = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
+        # Of those, what the template writes itself.
+        ends = (tokenizer.bos_token, tokenizer.eos_token)
+        self._markers = tuple(token for token in self._specials if token in self.source or token in ends)
 
     @cached_property
     def unknown_id(self) -> int:
@@ -84,6 +87,7 @@ class Template:
         else:
             if any("tool_calls" in message for message in row.messages) and "tool_calls" not in self.source:
                 raise TemplateRefusal("the chat template does not write tool calls, and this row has some")
+            self._refuse_markers(row.messages)
             text, messages = self._apply(row.messages, row.tools), row.messages
         encoded, turns, found_by = self._find(row, text)
         mask = np.zeros(len(encoded), dtype=bool)
@@ -91,6 +95,14 @@ class Template:
             first = _token_at(encoded, start)
             mask[first : _token_at(encoded, stop, first)] = True
         return Encoded(np.array(encoded.ids, dtype=np.int64), mask, found_by, self._left_out(row, text))
+
+    def _refuse_markers(self, messages: list[dict[str, Any]]) -> None:
+        """An answer that would end itself, or take turns of its own, in the middle of what is supervised."""
+        for message in (message for message in messages if message["role"] == "assistant"):
+            for key in ("content", "reasoning_content"):
+                held = next((marker for marker in self._markers if marker in (message.get(key) or "")), None)
+                if held:
+                    raise TemplateRefusal(f"the text of an answer holds the template's own {held!r}")
 
     def _tokenise(self, text: str) -> Any:
         # NOTE: the tokenizer's own call takes a quarter of the time more, to make lists of what is not used here.
