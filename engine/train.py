@@ -227,7 +227,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
                                 headline = tally.headline(rate)
                                 progress.update(task, completed=step, description=headline)
-                                lines.say(f"step {step} of {profile.run.steps}: {headline.replace(chr(10), ', ')}")
+                                lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
                         mark()
                     requests.checkpoint = False
                     save()

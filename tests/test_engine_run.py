@@ -1,11 +1,6 @@
-"""A run from end to end in miniature: determinism, resume, many logical devices, awkward rows."""
+"""A run from end to end in miniature: determinism, many logical devices, awkward rows."""
 
-import io
 import json
-import os
-import re
-import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -14,15 +9,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import VOCAB, deal_as_for, ordinary_rows, tiny_profile, write_target
 
-from draftgraph.capture.graph import CapturedGraph
 from draftgraph.engine.data.writer import ShardWriter
-from draftgraph.engine.errors import CaptureError, DataError, RunError, UsageError
+from draftgraph.engine.errors import CaptureError, DataError, UsageError
 from draftgraph.engine.models.target import load_config
 from draftgraph.engine.plan import make_plan, matrix_parameters
 from draftgraph.engine.run import checkpoint
-from draftgraph.engine.run.metrics import LateFigures
 from draftgraph.engine.run.scheduler import Scheduler
-from draftgraph.engine.train import locked, train
+from draftgraph.engine.train import train
 
 QUIET = Console(quiet=True)
 
@@ -247,80 +240,6 @@ def test_a_weight_of_the_target_that_is_not_finite_is_named_before_training(tmp_
         run(tiny_profile(tmp_path), tmp_path / "run")
 
 
-def test_a_run_folder_is_neither_overwritten_nor_resumed_by_accident(tmp_path):
-    profile = tiny_profile(tmp_path)
-    with pytest.raises(RunError, match=r"there is no checkpoint in .* yet; start without --resume"):
-        run(profile, tmp_path / "run", resume=True)
-    run(profile, tmp_path / "run")
-    with pytest.raises(RunError, match="already holds a run"):
-        run(profile, tmp_path / "run")
-
-
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
-    profile = tiny_profile(tmp_path)
-    run(profile, tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints"
-    (folder / "step-000006" / "state.safetensors").write_bytes(b"torn")
-    assert checkpoint.newest(folder).name == "step-000003"
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"run": {"seed": 4}}, "seed = 3 (the profile gives 4)"),
-        ({"run": {"steps": 7}}, "steps = 6 (the profile gives 7)"),
-        ({"drafter": {"layers": 3}}, "drafter.num_layers = 2 (the profile gives 3)"),
-        ({"drafter": {"gamma": 3.0}}, "loss.gamma = 2.0 (the profile gives 3.0)"),
-        ({"drafter": {"anchors": 7}}, "draw.num_anchors = 8 (the profile gives 7)"),
-        ({"optim": {"weight_decay": 0.5}}, "optim.weight_decay = 0.0 (the profile gives 0.5)"),
-        ({"rows": ordinary_rows(30)}, "data = "),
-        ({"family": "qwen3"}, "target.model = "),
-    ],
-)
-def test_a_resume_as_another_run_is_refused_by_field_and_changes_nothing(tmp_path, changes, field):
-    run(tiny_profile(tmp_path), tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    other = tiny_profile(tmp_path, **changes)
-    with pytest.raises(RunError, match=f"was made with .*{re.escape(field)}"):
-        run(other, tmp_path / "run", resume=True)
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-
-
-def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
-    from safetensors import SafetensorError
-
-    profile = tiny_profile(tmp_path)
-    real = checkpoint.save_file
-
-    def full(tensors, path):
-        if "000006" in str(path):
-            raise SafetensorError("I/O error: No space left on device")
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(RunError, match="No space left"):
-        run(profile, tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
-
-
-def test_a_resume_from_an_earlier_checkpoint_drops_the_damaged_later_one(tmp_path):
-    profile = tiny_profile(tmp_path, checkpoint={"every": 1, "keep": 2})
-    run(profile, tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints"
-    assert [p.name for p in checkpoint.found(folder)] == ["step-000005", "step-000006"]
-    (folder / "step-000006" / "state.safetensors").write_bytes(b"torn")
-    assert run(profile, tmp_path / "run", resume=True)["first_step"] == 5
-    assert checkpoint.newest(folder).name == "step-000006"
-
-
-def test_a_run_that_died_before_its_first_checkpoint_starts_anew_and_a_torn_line_is_dropped(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
-    assert run(tiny_profile(tmp_path), tmp_path / "run")["steps"] == 6
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-
-
 def test_more_targets_than_drafters_are_all_verified(tmp_path):
     placement = {"targets": ["cpu", "cpu"], "drafters": ["cpu"], "look_ahead": 1}
     run(tiny_profile(tmp_path, placement=placement), tmp_path / "run")
@@ -329,75 +248,3 @@ def test_more_targets_than_drafters_are_all_verified(tmp_path):
 def test_vocabulary_and_mask_token_are_checked_before_anything_is_loaded(tmp_path):
     with pytest.raises(UsageError, match=f"{VOCAB} rows"):
         make_plan(tiny_profile(tmp_path, drafter={"mask_token_id": VOCAB}))
-
-
-@pytest.mark.parametrize("content", ["[]", '"x"', "{}", '{"step": "6", "micro_step": 12, "updates": 6, "skipped": 0}'])
-def test_a_checkpoint_whose_counts_are_no_counts_is_passed_over(tmp_path, content):
-    run(tiny_profile(tmp_path), tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints"
-    (folder / "step-000006" / "state.json").write_text(content)
-    assert checkpoint.newest(folder).name == "step-000003"
-
-
-def test_a_complete_run_is_not_resumed_and_keeps_its_receipt(tmp_path):
-    run(tiny_profile(tmp_path), tmp_path / "run")
-    receipt = (tmp_path / "run" / "receipt.json").read_bytes()
-    with pytest.raises(RunError, match="is complete"):
-        run(tiny_profile(tmp_path), tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "receipt.json").read_bytes() == receipt
-
-
-def test_a_second_process_in_one_run_folder_is_refused(tmp_path):
-    with locked(tmp_path / "run"), pytest.raises(RunError, match="another process is training"):
-        run(tiny_profile(tmp_path), tmp_path / "run")
-
-
-def test_a_users_own_profile_is_never_overwritten(tmp_path):
-    (tmp_path / "profile.toml").write_text("# mine")
-    with pytest.raises(RunError, match="not a run's"):
-        run(tiny_profile(tmp_path), tmp_path)
-    assert (tmp_path / "profile.toml").read_text() == "# mine"
-
-
-def late_capture_at(step, monkeypatch, then=lambda: None):
-    """What a graph that is captured during the run does to the counter that is watched."""
-    real = LateFigures.publish
-
-    def publish(self, published_step, *arguments):
-        real(self, published_step, *arguments)
-        if published_step == step:
-            CapturedGraph.num_captures += 1
-            then()
-
-    monkeypatch.setattr(LateFigures, "publish", publish)
-
-
-def test_what_broke_the_steady_state_before_a_signal_is_told_all_the_same(tmp_path, monkeypatch):
-    late_capture_at(3, monkeypatch, then=lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    summary = run(tiny_profile(tmp_path, log={"every": 10}), tmp_path / "run")
-    assert summary["steady_state"] == "steady state broken between step 0 and 3: 1 graphs were captured"
-    assert summary["late_captures"] == 1
-
-
-def test_a_strict_run_stops_with_a_checkpoint_where_its_steady_state_breaks(tmp_path, monkeypatch):
-    late_capture_at(3, monkeypatch)
-    profile = tiny_profile(tmp_path, log={"every": 1}, checkpoint={"every": 5}, capture={"watch": "strict"})
-    with pytest.raises(RunError, match=r"1 graphs were captured.*strict.*stopped after step 3"):
-        run(profile, tmp_path / "run")
-    assert checkpoint.found(tmp_path / "run" / "checkpoints")[-1].name == "step-000003"
-    assert run(profile, tmp_path / "run", resume=True)["steps"] == 6
-
-
-def test_a_strict_run_that_breaks_in_its_last_step_is_complete_and_says_so(tmp_path, monkeypatch):
-    late_capture_at(6, monkeypatch)
-    summary = run(tiny_profile(tmp_path, capture={"watch": "strict"}), tmp_path / "run")
-    assert summary["steps"] == 6 and "1 graphs were captured" in summary["steady_state"]
-
-
-def test_a_resume_with_other_drafters_says_that_it_is_not_bitwise(tmp_path):
-    run(tiny_profile(tmp_path, checkpoint={"every": 3}), tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000006")
-    two = tiny_profile(tmp_path, placement={"drafters": ["cpu", "cpu"], "look_ahead": 1})
-    said = Console(record=True, width=400, file=io.StringIO())
-    train(two, tmp_path / "run", True, said)
-    assert "placement.drafters is 2, was 1 at step-000003: from here on not the bits" in said.export_text()

@@ -247,8 +247,18 @@ def test_the_hash_is_the_same_on_both_devices() -> None:
         assert BitHasher(GPU).digest(value.to(GPU)).tolist() == on_cpu
 
 
-# A failed capture leaves the allocator and the stream unusable, so it gets a process of its own.
-READS_BACK = """
+# The end of a script that defines `device`, `x` and `run`: its capture fails, and it says why.
+FAILS_TO_CAPTURE = """
+lane = Lane("target 0", device, "graph")
+lane.add(Step("target", "r2-s8", run, {"x": x}, {"x": x}, lambda number: None, 0))
+lane.warm_up()
+try:
+    lane.capture()
+except CaptureFailure as error:
+    print(error)
+    sys.exit(4)
+"""
+READS_BACK = f"""
 import sys, torch
 from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.lane import Lane
@@ -259,22 +269,19 @@ def run():
     x.add_(1)
     if x.sum().item() > 0:
         x.zero_()
-lane = Lane("target 0", device, "graph")
-lane.add(Step("target", "r2-s8", run, {"x": x}, {"x": x}, lambda number: None, 0))
-lane.warm_up()
-try:
-    lane.capture()
-except CaptureFailure as error:
-    print(error)
-    sys.exit(4)
-"""
+{FAILS_TO_CAPTURE}"""
+
+
+def in_a_process(script: Path, content: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A failed capture leaves the allocator and the stream unusable, so it gets a process of its own."""
+    script.write_text(content)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "COLUMNS": "1000"}
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def test_a_step_that_reads_a_value_back_fails_with_its_bucket_and_its_line(tmp_path: Path) -> None:
-    script = tmp_path / "reads_back.py"
-    script.write_text(READS_BACK)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    result = in_a_process(tmp_path / "reads_back.py", READS_BACK)
     assert result.returncode == 4, result.stderr
     assert "step 'target' of bucket 'r2-s8'" in result.stdout
     assert "reads_back.py:10 `if x.sum().item() > 0:`" in result.stdout

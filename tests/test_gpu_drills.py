@@ -1,10 +1,7 @@
 """Failure drills: each provokes a fault on a GPU and reads the message. Also what warm-up shows of a real graph."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import tomli_w
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from test_gpu_capture import GPU, make_model, training_step, verified_lane
+from test_gpu_capture import FAILS_TO_CAPTURE, GPU, in_a_process, make_model, training_step, verified_lane
 from tiny import ordinary_rows, profile_values, tiny_profile, write_target
 
 from draftgraph.capture.errors import CaptureFailure
@@ -40,15 +37,6 @@ def warm(tmp_path: Path, **changes: dict) -> tuple[Engine, dict]:
     engine = build(make_plan(tiny_profile(tmp_path, **{**ON_GPU, **changes})))
     evidence = warm_up(engine, Progress(disable=True), devices_before([GPU], torch.bfloat16))
     return engine, evidence
-
-
-def in_a_process(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A failed capture leaves the allocator and the stream unusable, so it gets a process of its own."""
-    path = tmp_path / "drill.py"
-    path.write_text(script)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "COLUMNS": "1000"}
-    command = [sys.executable, str(path), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def test_the_evidence_is_of_the_graphs_and_fits_its_schema(tmp_path):
@@ -227,7 +215,7 @@ def test_running_out_of_memory_names_the_graph_the_bytes_and_sizes_that_fit(tmp_
     values["target"]["model"] = write_target(tmp_path, hidden_size=512, intermediate_size=2048)
     profile = tmp_path / "large.toml"
     profile.write_text(tomli_w.dumps(values))
-    result = in_a_process(tmp_path, RUNS_OUT, str(profile), str(tmp_path / "run"), phase)
+    result = in_a_process(tmp_path / "drill.py", RUNS_OUT, str(profile), str(tmp_path / "run"), phase)
     assert result.returncode == 4, result.stderr
     assert f"{doing} 'target' of bucket" in result.stderr and "ran out of memory on cuda:0" in result.stderr
     assert "Tried to allocate" in result.stderr and "GiB of tensors" in result.stderr
@@ -235,7 +223,8 @@ def test_running_out_of_memory_names_the_graph_the_bytes_and_sizes_that_fit(tmp_
     assert "Traceback" not in result.stderr
 
 
-TUNES_LATE = """
+TUNES_LATE = (
+    """
 import sys, torch, triton, triton.language as tl
 from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.lane import Lane
@@ -252,19 +241,13 @@ x = torch.zeros(512, device=device)
 def run():
     n = 512 if torch.cuda.is_current_stream_capturing() else 256
     double_kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](x, n)
-lane = Lane("target 0", device, "graph")
-lane.add(Step("target", "r2-s8", run, {"x": x}, {"x": x}, lambda number: None, 0))
-lane.warm_up()
-try:
-    lane.capture()
-except CaptureFailure as error:
-    print(error)
-    sys.exit(4)
 """
+    + FAILS_TO_CAPTURE
+)
 
 
 def test_a_kernel_that_tunes_itself_inside_the_capture_is_named(tmp_path):
-    result = in_a_process(tmp_path, TUNES_LATE)
+    result = in_a_process(tmp_path / "drill.py", TUNES_LATE)
     assert result.returncode == 4, result.stderr
     assert "step 'target' of bucket 'r2-s8'" in result.stdout
     assert "began to tune itself during the capture" in result.stdout
@@ -290,7 +273,7 @@ def test_a_missing_fast_package_is_an_error_with_its_install_command(tmp_path, p
     profile = tmp_path / "hybrid.toml"
     changes = {**ON_GPU, "target": {"dtype": "bfloat16", "forward": forward}}
     profile.write_text(tomli_w.dumps(profile_values(tmp_path, "qwen3_5_text", **changes)))
-    result = in_a_process(tmp_path, MISSING, package, str(profile), "--run", str(tmp_path / "run"))
+    result = in_a_process(tmp_path / "drill.py", MISSING, package, str(profile), "--run", str(tmp_path / "run"))
     assert result.returncode == 4, result.stderr
     assert f"pip install {install}" in result.stderr and "qwen3_5" in result.stderr
     assert f'capture.allow_fallback = ["{package}"]' in result.stderr

@@ -1,7 +1,6 @@
 """The target's loop over its layers: the module's own taps, padded rows as if alone, families refused by name."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -205,18 +204,4 @@ def test_a_configuration_that_no_model_can_have_is_one_sentence(tmp_path, extra)
 
 
 def test_a_family_with_other_norms_than_rms_gets_a_drafter_all_the_same(tmp_path):
-    profile = tiny_profile(tmp_path)
-    (tmp_path / "llama.json").write_text(
-        json.dumps(
-            {
-                "model_type": "starcoder2",
-                "vocab_size": VOCAB,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 6,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-            }
-        )
-    )
-    assert make_plan(profile).shape.rms_norm_eps == 1e-6
+    assert make_plan(tiny_profile(tmp_path, "starcoder2")).shape.rms_norm_eps == 1e-6

@@ -1,0 +1,126 @@
+"""Run folders: what goes on, what is refused, what a damaged or missing checkpoint means."""
+
+import io
+import json
+import re
+import shutil
+
+import pytest
+from rich.console import Console
+from test_engine_run import run
+from tiny import ordinary_rows, tiny_profile
+
+from draftgraph.engine.errors import RunError
+from draftgraph.engine.run import checkpoint
+from draftgraph.engine.train import locked, train
+
+
+def test_a_run_folder_is_neither_overwritten_nor_resumed_by_accident(tmp_path):
+    profile = tiny_profile(tmp_path)
+    with pytest.raises(RunError, match=r"there is no checkpoint in .* yet; start without --resume"):
+        run(profile, tmp_path / "run", resume=True)
+    run(profile, tmp_path / "run")
+    with pytest.raises(RunError, match="already holds a run"):
+        run(profile, tmp_path / "run")
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
+    profile = tiny_profile(tmp_path)
+    run(profile, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-000006" / "state.safetensors").write_bytes(b"torn")
+    assert checkpoint.newest(folder).name == "step-000003"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"run": {"seed": 4}}, "seed = 3 (the profile gives 4)"),
+        ({"run": {"steps": 7}}, "steps = 6 (the profile gives 7)"),
+        ({"drafter": {"layers": 3}}, "drafter.num_layers = 2 (the profile gives 3)"),
+        ({"drafter": {"gamma": 3.0}}, "loss.gamma = 2.0 (the profile gives 3.0)"),
+        ({"drafter": {"anchors": 7}}, "draw.num_anchors = 8 (the profile gives 7)"),
+        ({"optim": {"weight_decay": 0.5}}, "optim.weight_decay = 0.0 (the profile gives 0.5)"),
+        ({"rows": ordinary_rows(30)}, "data = "),
+        ({"family": "qwen3"}, "target.model = "),
+    ],
+)
+def test_a_resume_as_another_run_is_refused_by_field_and_changes_nothing(tmp_path, changes, field):
+    run(tiny_profile(tmp_path), tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    other = tiny_profile(tmp_path, **changes)
+    with pytest.raises(RunError, match=f"was made with .*{re.escape(field)}"):
+        run(other, tmp_path / "run", resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    profile = tiny_profile(tmp_path)
+    real = checkpoint.save_file
+
+    def full(tensors, path):
+        if "000006" in str(path):
+            raise SafetensorError("I/O error: No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(RunError, match="No space left"):
+        run(profile, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def test_a_resume_from_an_earlier_checkpoint_drops_the_damaged_later_one(tmp_path):
+    profile = tiny_profile(tmp_path, checkpoint={"every": 1, "keep": 2})
+    run(profile, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in checkpoint.found(folder)] == ["step-000005", "step-000006"]
+    (folder / "step-000006" / "state.safetensors").write_bytes(b"torn")
+    assert run(profile, tmp_path / "run", resume=True)["first_step"] == 5
+    assert checkpoint.newest(folder).name == "step-000006"
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew_and_a_torn_line_is_dropped(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    assert run(tiny_profile(tmp_path), tmp_path / "run")["steps"] == 6
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("content", ["[]", '"x"', "{}", '{"step": "6", "micro_step": 12, "updates": 6, "skipped": 0}'])
+def test_a_checkpoint_whose_counts_are_no_counts_is_passed_over(tmp_path, content):
+    run(tiny_profile(tmp_path), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-000006" / "state.json").write_text(content)
+    assert checkpoint.newest(folder).name == "step-000003"
+
+
+def test_a_complete_run_is_not_resumed_and_keeps_its_receipt(tmp_path):
+    run(tiny_profile(tmp_path), tmp_path / "run")
+    receipt = (tmp_path / "run" / "receipt.json").read_bytes()
+    with pytest.raises(RunError, match="is complete"):
+        run(tiny_profile(tmp_path), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "receipt.json").read_bytes() == receipt
+
+
+def test_a_second_process_in_one_run_folder_is_refused(tmp_path):
+    with locked(tmp_path / "run"), pytest.raises(RunError, match="another process is training"):
+        run(tiny_profile(tmp_path), tmp_path / "run")
+
+
+def test_a_users_own_profile_is_never_overwritten(tmp_path):
+    (tmp_path / "profile.toml").write_text("# mine")
+    with pytest.raises(RunError, match="not a run's"):
+        run(tiny_profile(tmp_path), tmp_path)
+    assert (tmp_path / "profile.toml").read_text() == "# mine"
+
+
+def test_a_resume_with_other_drafters_says_that_it_is_not_bitwise(tmp_path):
+    run(tiny_profile(tmp_path, checkpoint={"every": 3}), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000006")
+    two = tiny_profile(tmp_path, placement={"drafters": ["cpu", "cpu"], "look_ahead": 1})
+    said = Console(record=True, width=400, file=io.StringIO())
+    train(two, tmp_path / "run", True, said)
+    assert "placement.drafters is 2, was 1 at step-000003: from here on not the bits" in said.export_text()
