@@ -126,13 +126,14 @@ def warm_engine(
     Args:
         resume: take what kernels tuned themselves to from the folder's tuning.json, where there is one.
     """
-    placement, tuned = plan.profile.placement, folder / "tuning.json"
+    placement, choices = plan.profile.placement, folder / "tuning.json"
     with readable_errors(plan):
+        tuned = tuning.restore(choices) if resume and choices.is_file() else None
         names = placement.targets + placement.drafters
         before = devices_before([resolve_device(name) for name in names], DTYPES[plan.profile.target.dtype])
         engine = build(plan, lambda line: console.print(line, markup=False))
         with progress_bar(console) as progress:
-            evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
+            evidence = warm_up(engine, progress, before, tuned)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         yield engine, evidence
         # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.
@@ -234,8 +235,8 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                     progress.update(task, completed=step)
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
-                            f"{watch.findings[0]}. The profile says capture.watch = 'strict': stopped after step "
-                            f"{step}, checkpoint written. Mend the cause, or go on with --resume --set "
+                            f"{'; '.join(watch.findings)}. The profile says capture.watch = 'strict': stopped after "
+                            f"step {step}, checkpoint written. Mend the cause, or go on with --resume --set "
                             "capture.watch=report"
                         )
             except DataError:

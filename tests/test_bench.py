@@ -163,6 +163,7 @@ def test_the_peer_is_read_from_its_last_line_and_ours_is_set_against_its_best(tm
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of torch.compile, the peer's
 def test_kernel_workloads_have_every_figure_on_a_gpu(tmp_path):
     _, receipts = run(tmp_path, "attention", "cross-entropy", "optimizer", quick=True)
     for name, receipt in receipts.items():
