@@ -121,7 +121,7 @@ class Attention(nn.Module):
         out = ops.anchor_attention(
             q, context_k, context_v, block_k, block_v, *anchors, self.window, self.head_dim**-0.5
         )
-        return self.o_proj(out.flatten(-2))
+        return stacked_linear(out.flatten(-2), self.o_proj.weight)
 
 
 class MLP(nn.Module):
@@ -132,7 +132,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, ops: Any) -> Tensor:
-        return self.down_proj(ops.swiglu(stacked_linear(x, self.gate_proj.weight, self.up_proj.weight)))
+        gated = ops.swiglu(stacked_linear(x, self.gate_proj.weight, self.up_proj.weight))
+        return stacked_linear(gated, self.down_proj.weight)
 
 
 class DrafterLayer(nn.Module):
@@ -188,7 +189,7 @@ class Drafter(nn.Module):
         """
         device = target_hidden.device
         ops = fused if target_hidden.is_cuda else reference
-        context, _ = self.hidden_norm(ops, self.fc(target_hidden))
+        context, _ = self.hidden_norm(ops, stacked_linear(target_hidden, self.fc.weight))
         blocks = Blocks(
             ops=ops,
             context=context,
