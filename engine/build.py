@@ -136,6 +136,25 @@ def pin(slot: Tensor) -> None:
         raise RunError(f"cannot pin {slot.nbytes} bytes of shared memory (CUDA status {status}); raise `ulimit -l`")
 
 
+def load_target(plan: Plan, device: torch.device, max_context: int) -> Target:
+    """The target on a device, compared with its module, and in FP8 where the profile says so.
+
+    Raises:
+        UsageError: the model is missing, or FP8 is not possible.
+        CaptureError: the target's family cannot be run by this engine.
+    """
+    section = plan.profile.target
+    model = load_model(section.model, DTYPES[section.dtype], device, plan.profile.run.seed)
+    target = Target(model, plan.shape.target_layer_ids, max_context, section.forward)
+    if target.fused is None:
+        require_fast_ops(model, device, plan.profile.capture.allow_fallback)
+    target.check_against_module()
+    if section.precision == "fp8":
+        longest = plan.rows[int(plan.lengths.argmax())][0].astype(np.int64)
+        target.quantise(torch.from_numpy(longest)[None].to(device))
+    return target
+
+
 def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
     """Load the models and take the buffers. The drafters' weights are those of step 1 only after `initialise`.
 
@@ -153,19 +172,14 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
     mode = profile.capture.mode
     data = VerificationData(plan)
 
-    models = {}
+    loaded: dict[torch.device, Target] = {}
     for device in target_devices:
-        if device not in models:
+        if device not in loaded:
             say(f"loading {profile.target.model} on {device}")
-            models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
-    targets, target_lanes = [], []
-    for t, device in enumerate(target_devices):
-        target = Target(models[device], plan.shape.target_layer_ids, max_context, profile.target.forward)
-        if target.fused is None:
-            require_fast_ops(models[device], device, profile.capture.allow_fallback)
-        target.check_against_module()
+            loaded[device] = load_target(plan, device, max_context)
+    targets, target_lanes = [loaded[device] for device in target_devices], []
+    for t, (target, device) in enumerate(zip(targets, target_devices, strict=True)):
         batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device)
-        targets.append(target)
         target_lanes.append(TargetLane(f"target {t}", target, batch, mode, data.fill))
 
     drafter_lanes, rings = [], []

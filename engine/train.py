@@ -129,7 +129,8 @@ def warm_engine(
     placement, tuned = plan.profile.placement, folder / "tuning.json"
     with readable_errors(plan):
         names = placement.targets + placement.drafters
-        before = devices_before([resolve_device(name) for name in names], DTYPES[plan.profile.target.dtype])
+        fp8 = [resolve_device(n) for n in placement.targets] if plan.profile.target.precision == "fp8" else []
+        before = devices_before([resolve_device(n) for n in names], DTYPES[plan.profile.target.dtype], fp8)
         engine = build(plan, lambda line: console.print(line, markup=False))
         with progress_bar(console) as progress:
             evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)

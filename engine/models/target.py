@@ -22,8 +22,8 @@ from torch import Tensor
 
 from draftgraph.capture.syncs import count_syncs
 from draftgraph.engine.errors import UsageError
-from draftgraph.engine.models.forward import choose_forward
-from draftgraph.engine.models.fused import worst_token_difference
+from draftgraph.engine.models.forward import choose_forward, require_fp8
+from draftgraph.engine.models.fused import token_differences, worst_token_difference
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
 from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops
 from draftgraph.profiles.load import MODELS
@@ -194,6 +194,8 @@ class Target:
         self.refuse_bad_weights()
         self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
         self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides)
+        # Of each tap in FP8 from the model's own precision; empty where it runs in that.
+        self.tap_errors: dict[int, float] = {}
 
     @property
     def ops(self) -> dict[str, str]:
@@ -280,6 +282,28 @@ class Target:
                 self.extract(ids, taps)
             if syncs.value:
                 raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
+
+    @torch.no_grad()
+    def quantise(self, input_ids: Tensor) -> None:
+        """Run products in FP8 from now on, and note how far that moves the taps. The module cannot run afterwards.
+
+        Args:
+            input_ids: [R, S] int64, real tokens, for the comparison.
+        Raises:
+            UsageError: this target, its dtype or the device has no products in FP8.
+        """
+        require_fp8(self.fused, self.config.model_type, self.dtype, self.device)
+        assert self.fused is not None
+        size = len(self.target_layer_ids) * self.config.hidden_size
+        before, after = torch.empty(2, *input_ids.shape, size, dtype=self.dtype, device=self.device)
+        self.extract(input_ids, before)
+        kind, self.fused = type(self.fused), None  # each layer's weights are given up once they are quantised
+        with torch.cuda.device_of(input_ids):
+            self.fused = kind(self.decoder, self.target_layer_ids, self.max_context, quantised=True)
+        self.extract(input_ids, after)
+        parts = zip(*(taps.float().chunk(len(self.target_layer_ids), -1) for taps in (after, before)), strict=True)
+        means = [token_differences(*part).mean().item() for part in parts]
+        self.tap_errors = dict(zip(self.target_layer_ids, means, strict=True))
 
     def check_loop(self, taps: Tensor, expected: Tensor) -> None:
         difference = worst_token_difference(taps, expected).item()
