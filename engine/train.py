@@ -131,8 +131,8 @@ def warm_engine(
         names = placement.targets + placement.drafters
         fp8 = [resolve_device(n) for n in placement.targets] if plan.profile.target.precision == "fp8" else []
         before = devices_before([resolve_device(n) for n in names], DTYPES[plan.profile.target.dtype], fp8)
-        engine = build(plan, lambda line: console.print(line, markup=False))
         with progress_bar(console) as progress:
+            engine = build(plan, lambda line: console.print(line, markup=False), progress)
             evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         yield engine, evidence

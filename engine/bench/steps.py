@@ -28,7 +28,7 @@ from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.bench.peer import specforge
 from draftgraph.engine.bench.protocol import ROUNDS, Bench, Clock, Result
 from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
-from draftgraph.engine.build import DTYPES, VerificationData, load_target, resolve_device
+from draftgraph.engine.build import DTYPES, VerificationData, load_targets, resolve_device
 from draftgraph.engine.config import Profile
 from draftgraph.engine.data.schedule import MicroBatch
 from draftgraph.engine.data.shards import Selected
@@ -218,7 +218,7 @@ def target(bench: Bench) -> Result:
     device, dtype = resolve_device(profile.placement.targets[0]), DTYPES[profile.target.dtype]
     bench.say(f"target: loading {profile.target.model}")
     with readable_errors(plan):
-        extractor = load_target(plan, device, max(bucket.context for bucket in plan.buckets))
+        extractor = load_targets(plan, [device], max(bucket.context for bucket in buckets))[device]
         layouts = {bucket: plan.layouts[bucket] for bucket in buckets}
         batch = BatchBuffer(layouts, plan.taps_size, dtype, device)
         lane = TargetLane("target 0", extractor, batch, profile.capture.mode, VerificationData(plan).fill).lane
