@@ -1,12 +1,15 @@
 """From a plan to the rig: models loaded, buffers taken, lanes filled. All memory is taken here or at capture."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from draftgraph.engine.data.buckets import Bucket
@@ -22,6 +25,7 @@ from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
 from draftgraph.engine.run.reduce import Reduction
 from draftgraph.engine.run.scheduler import HandOffSlot, Rig
+from draftgraph.engine.show import bytes_text
 from draftgraph.kernels.anchor_attention import TILES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -136,11 +140,46 @@ def pin(slot: Tensor) -> None:
         raise RunError(f"cannot pin {slot.nbytes} bytes of shared memory (CUDA status {status}); raise `ulimit -l`")
 
 
-def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
+def load_targets(
+    plan: Plan,
+    devices: Sequence[torch.device],
+    max_context: int,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
+) -> dict[torch.device, Target]:
+    """The target on each device, read once, compared with its module, and in FP8 where the profile says so.
+
+    Raises:
+        UsageError: the model is missing, or FP8 is not possible.
+        CaptureError: the target's family cannot be run by this engine.
+    """
+    section, layers = plan.profile.target, plan.shape.target_layer_ids
+    models: dict[torch.device, Any] = {}
+    for device in dict.fromkeys(devices):
+        say(f"loading {section.model} on {device}")
+        since, source = time.perf_counter(), next(iter(models.values()), None)
+        arguments = (DTYPES[section.dtype], device, plan.profile.run.seed, max(layers), source, progress)
+        models[device] = load_model(section.model, *arguments)
+        size = sum(parameter.nbytes for parameter in models[device].parameters())
+        say(f"loaded {bytes_text(size)} in {time.perf_counter() - since:.1f} s")
+    targets = {}
+    for device, model in models.items():
+        targets[device] = target = Target(model, layers, max_context, section.forward)
+        if target.fused is None:
+            require_fast_ops(model, device, plan.profile.capture.allow_fallback)
+        target.check_against_module()
+        if section.precision == "fp8":
+            longest = plan.rows[int(plan.lengths.argmax())][0].astype(np.int64)
+            target.quantise(torch.from_numpy(longest)[None].to(device))
+    return targets
+
+
+def build(plan: Plan, say: Callable[[str], None] = lambda _: None, progress: Progress | None = None) -> Engine:
     """Load the models and take the buffers. The drafters' weights are those of step 1 only after `initialise`.
 
     Args:
         say: receives one line per slow part.
+        progress: shows how far the weights are.
     Raises:
         UsageError: a device or a model is missing.
         CaptureError: the target's family cannot be run by this engine.
@@ -153,19 +192,10 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
     mode = profile.capture.mode
     data = VerificationData(plan)
 
-    models = {}
-    for device in target_devices:
-        if device not in models:
-            say(f"loading {profile.target.model} on {device}")
-            models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
-    targets, target_lanes = [], []
-    for t, device in enumerate(target_devices):
-        target = Target(models[device], plan.shape.target_layer_ids, max_context, profile.target.forward)
-        if target.fused is None:
-            require_fast_ops(models[device], device, profile.capture.allow_fallback)
-        target.check_against_module()
+    loaded = load_targets(plan, target_devices, max_context, say, progress)
+    targets, target_lanes = [loaded[device] for device in target_devices], []
+    for t, (target, device) in enumerate(zip(targets, target_devices, strict=True)):
         batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device)
-        targets.append(target)
         target_lanes.append(TargetLane(f"target {t}", target, batch, mode, data.fill))
 
     drafter_lanes, rings = [], []

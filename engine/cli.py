@@ -69,6 +69,9 @@ def parser() -> argparse.ArgumentParser:
     def add_profile(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("profile", metavar="PROFILE", help="path to a TOML file, or the name of a shipped profile")
         sub.add_argument("--run", metavar="DIR", help="run folder (default: runs/PROFILE)")
+        add_assignments(sub)
+
+    def add_assignments(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--set",
             dest="assignments",
@@ -217,6 +220,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="ROWS",
         help="of the peer's micro-steps, in w27-var and w08-var",
     )
+    add_assignments(sub)
 
     sub = add(
         "demo",

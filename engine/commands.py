@@ -160,4 +160,4 @@ def demo(args: argparse.Namespace, console: Console) -> Summary:
 def bench(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.bench.command import bench as run_bench
 
-    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, console)
+    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, args.assignments, console)

@@ -24,6 +24,7 @@ from draftgraph.engine.models.drafter import DrafterShape, default_target_layer_
 from draftgraph.engine.models.layers import num_experts, unsupported
 from draftgraph.engine.models.loss import LossRule
 from draftgraph.engine.models.target import EMBEDDED, RANDOM_PREFIX, decoder_on_meta, load_config, load_tokenizer
+from draftgraph.engine.models.weights import weight_bytes
 from draftgraph.profiles.load import PEERS
 
 # SmolLM2 has no mask token and no spare embedding row: <empty_output>. Qwen3.5/3.6: the id its released drafters use.
@@ -300,7 +301,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     batch = max(layout.num_bytes for layout in plan.layouts.values()) + largest_context * plan.taps_size * size
     embedding = shape.vocab_size * shape.hidden_size * size
     head = 0 if getattr(plan.target_config, "tie_word_embeddings", False) else embedding
-    target_weights = sum(p.numel() for p in decoder_on_meta(plan.target_config).parameters()) * size + head
+    kept = (decoder_on_meta(plan.target_config), max(shape.target_layer_ids), size, profile.target.precision)
     parameters = shape.num_parameters
     state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
     draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)
@@ -312,7 +313,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size
     parts: dict[str, dict[str, int]] = {}
     for t, device in enumerate(profile.placement.targets):
-        parts[f"target {t} on {device}"] = {"weights": target_weights, "batch": batch, "pool": target_pool}
+        parts[f"target {t} on {device}"] = {"weights": weight_bytes(*kept), "batch": batch, "pool": target_pool}
     for d, device in enumerate(profile.placement.drafters):
         shared = device in profile.placement.targets
         parts[f"drafter {d} on {device}"] = {

@@ -82,6 +82,9 @@ def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
     for op, called in evidence["ops"].items():
         fell_back = captured and called.startswith("transformers.")
         console.print(Text(f"{op}: {called}", style="bold red" if fell_back else ""))
+    if evidence["tap_errors"]:
+        errors = ", ".join(f"{error:.1%} at layer {layer}" for layer, error in evidence["tap_errors"].items())
+        console.print(f"The target's products are in FP8: its taps differ from target.dtype's by {errors} (per token).")
     for row in evidence["devices"]:
         console.print(Text(row["sentence"]))
     seconds = ", ".join(

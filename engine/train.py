@@ -130,9 +130,10 @@ def warm_engine(
     with readable_errors(plan):
         tuned = tuning.restore(choices) if resume and choices.is_file() else None
         names = placement.targets + placement.drafters
-        before = devices_before([resolve_device(name) for name in names], DTYPES[plan.profile.target.dtype])
-        engine = build(plan, lambda line: console.print(line, markup=False))
+        fp8 = [resolve_device(n) for n in placement.targets] if plan.profile.target.precision == "fp8" else []
+        before = devices_before([resolve_device(n) for n in names], DTYPES[plan.profile.target.dtype], fp8)
         with progress_bar(console) as progress:
+            engine = build(plan, lambda line: console.print(line, markup=False), progress)
             evidence = warm_up(engine, progress, before, tuned)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         yield engine, evidence

@@ -99,6 +99,7 @@ def warm_up(
         "devices": [device_row(d, graphs, before[str(d)], persistent[d]) for d in engine.devices],
         "pool_bytes": sum(row["pool_bytes"] or 0 for row in graphs) if captured else None,
         "ops": engine.targets[0].ops,
+        "tap_errors": {str(layer): error for layer, error in engine.targets[0].tap_errors.items()} or None,
         "seconds": round(sum(phases.seconds.values()), 3),
         "seconds_by_phase": {name.replace(" ", "_"): round(value, 3) for name, value in phases.seconds.items()},
         "verified": True,

@@ -23,7 +23,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would measur
 
 
 def run(tmp_path, *workloads, quick=False):
-    summary = bench(list(workloads), tmp_path, quick, None, QUIET)
+    summary = bench(list(workloads), tmp_path, quick, None, [], QUIET)
     return summary, {name: json.loads((tmp_path / f"bench-{name}.json").read_text()) for name in workloads}
 
 
@@ -152,6 +152,7 @@ def test_the_peer_is_read_from_its_last_line_and_ours_is_set_against_its_best(tm
     assert lines[2]["arguments"] == ["--shapes", "0.8b", "--rows", "2", "--total-rows", "256"]
     handed.ceiling_tflops = 800.0
     ours = {"real_tokens_per_s_steady": 600.0, "real_tokens_per_s_inclusive": 75.0, "flops_per_token": 8e11}
+    ours["target_flops_per_token"] = 4e11
     result = steps.beside_peer(handed, tiny(), ours, lines)
     assert result.ratio == 3 and result.figures == {
         "ratio": 3.0,

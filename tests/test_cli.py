@@ -30,7 +30,7 @@ INTERFACE = {
         *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
         *("--server", "--server-model", "--concurrency", "--timeout", "--retries", "--api-key-env", "--json"),
     ],
-    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--json"],
+    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--set", "--json"],
     "demo": ["--run", "--json"],
 }
 

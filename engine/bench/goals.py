@@ -38,3 +38,10 @@ GOALS = {
     "cross-entropy": [Goal("time_over_products", 1.15, at_most=True), Goal("workspace_bytes", 2 * 2**30, at_most=True)],
     "optimizer": [Goal("copy_share", 0.85)],
 }
+# With the target's products in FP8.
+FP8_GOALS = {
+    "w27-full": [Goal("ratio", 2.0)],
+    "w27-var": [Goal("ratio", 2.2), Goal("ratio_inclusive", 1.5)],
+    "w08-var": GOALS["w08-var"],
+    "target": [],
+}

@@ -28,13 +28,11 @@ from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.bench.peer import specforge
 from draftgraph.engine.bench.protocol import ROUNDS, Bench, Clock, Result
 from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
-from draftgraph.engine.build import DTYPES, VerificationData, resolve_device
+from draftgraph.engine.build import DTYPES, VerificationData, load_targets, resolve_device
 from draftgraph.engine.config import Profile
 from draftgraph.engine.data.schedule import MicroBatch
 from draftgraph.engine.data.shards import Selected
 from draftgraph.engine.errors import RunError
-from draftgraph.engine.models.ops import require_fast_ops
-from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.run.buffers import BatchBuffer
 from draftgraph.engine.run.lanes import TargetLane
@@ -78,7 +76,11 @@ def beside_peer(bench: Bench, profile: Profile, ours: dict[str, Any], measured: 
     def over(figure: str) -> float | None:
         return ours[figure] / max(line[figure] for line in measured.values()) if measured else None
 
-    floor = bench.ceiling_tflops and bench.ceiling_tflops * 1e12 / ours["flops_per_token"]
+    floor, ceilings = None, (bench.target_ceiling(profile), bench.ceiling_tflops)
+    if ceilings[0] and ceilings[1]:
+        target_flops = ours["target_flops_per_token"]
+        rest = ours["flops_per_token"] - target_flops
+        floor = 1e12 / (target_flops / ceilings[0] + rest / ceilings[1])
     ours["floor_tokens_per_s"] = floor
     share = ours[steady] / floor if floor else None
     best = max((line[steady] for line in measured.values()), default=None)
@@ -161,6 +163,8 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
             "step_s_max": max(t for t, _ in times),
             "padding_efficiency": sum(tokens) / num_processed,
             "flops_per_token": sum(floor_flops(plan, b.row_ids) for b in batches) / sum(tokens),
+            "target_flops_per_token": float(plan.flops.target(1)),
+            "tap_errors": evidence["tap_errors"],
             "warmup_seconds": evidence["seconds"],
             "capture_seconds": evidence["seconds_by_phase"]["capture"],
             "verification_seconds": verification,
@@ -214,12 +218,7 @@ def target(bench: Bench) -> Result:
     device, dtype = resolve_device(profile.placement.targets[0]), DTYPES[profile.target.dtype]
     bench.say(f"target: loading {profile.target.model}")
     with readable_errors(plan):
-        model = load_model(profile.target.model, dtype, device, profile.run.seed)
-        max_context = max(bucket.context for bucket in buckets)
-        extractor = Target(model, plan.shape.target_layer_ids, max_context, profile.target.forward)
-        if extractor.fused is None:
-            require_fast_ops(model, device, profile.capture.allow_fallback)
-        extractor.check_against_module()
+        extractor = load_targets(plan, [device], max(bucket.context for bucket in buckets))[device]
         layouts = {bucket: plan.layouts[bucket] for bucket in buckets}
         batch = BatchBuffer(layouts, plan.taps_size, dtype, device)
         lane = TargetLane("target 0", extractor, batch, profile.capture.mode, VerificationData(plan).fill).lane
@@ -237,7 +236,7 @@ def target(bench: Bench) -> Result:
                 lane.replay_timed(step)
         rows = {row.bucket: row for row in lane.evidence}
         lane.close()
-    per_bucket = {}
+    per_bucket, ceiling = {}, bench.target_ceiling(profile)
     for bucket in buckets:
         row = rows[bucket.name]
         num_tokens = bucket.rows * bucket.context
@@ -246,7 +245,7 @@ def target(bench: Bench) -> Result:
         per_bucket[bucket.name] = {
             "ms": ms,
             "tokens_per_s": num_tokens / ms * 1e3,
-            "ceiling_share": bench.share_of_ceiling(plan.flops.target(num_tokens), ms),
+            "ceiling_share": plan.flops.target(num_tokens) / ms / 1e9 / ceiling if ceiling else None,
             "eager_ms": row.eager_ms,
             "captured": row.replay_ms is not None,
         }
@@ -257,7 +256,11 @@ def target(bench: Bench) -> Result:
     largest = per_bucket[buckets[0].name]
     return Result(
         profile=dataclasses.asdict(profile),
-        ours={"buckets": per_bucket, "parameters": plan.flops.target_parameters},
+        ours={
+            "buckets": per_bucket,
+            "parameters": plan.flops.target_parameters,
+            "tap_errors": extractor.tap_errors or None,
+        },
         peer=None,
         ratio=None,
         ours_text=f"{largest['ms']:.1f} ms",

@@ -19,4 +19,5 @@ TINY = [
 
 
 def load(bench: Bench, name: str, assignments: tuple[str, ...] = ()) -> Profile:
-    return load_profile(name, [*([] if bench.on_gpu else TINY), *assignments])
+    """A shipped profile, with what the workload and then the user sets."""
+    return load_profile(name, [*([] if bench.on_gpu else TINY), *assignments, *bench.assignments])

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.models.fused import FusedForward
 from draftgraph.engine.models.fused_llama import FusedLlama
@@ -45,3 +47,21 @@ def choose_forward(
             f'{reason}; write "auto" or "module"'
         )
     return None
+
+
+def require_fp8(fused: FusedForward | None, family: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse products in FP8 where there are none.
+
+    Raises:
+        UsageError: with what to change.
+    """
+    reason = None
+    if fused is None:
+        reason = f"target family {family!r} runs its module's own layers here, and FP8 is for fused forwards"
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        reason = f"{device} ({name}) has no products in FP8: they need compute capability 8.9 or more"
+    elif device.type == "cuda" and dtype != torch.bfloat16:
+        reason = 'its products give bfloat16; set target.dtype = "bfloat16"'
+    if reason is not None:
+        raise UsageError(f'profile: target.precision = "fp8", but {reason}; or write target.precision = "own"')
