@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from draftgraph.engine.progress import PlainLines, progress_bar
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.health import Health
-from draftgraph.engine.run.metrics import LateFigures, Tally
+from draftgraph.engine.run.host import HostMemory, training_and
+from draftgraph.engine.run.metrics import LateFigures, Tally, mean
 from draftgraph.engine.run.scheduler import Rig, Scheduler, Source
 from draftgraph.engine.run.streams import phase
 from draftgraph.engine.run.writer import CheckpointWriter
@@ -185,15 +186,14 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         profile.checkpoint.keep,
         first_step if start else -1,
     )
-    health = Health(
-        profile.optim.max_skipped,
-        skipped,
-        engine.rows_of,
-        lambda: writer.last_written,
-        lambda line: console.print(line, markup=False),
-    )
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    health = Health(profile.optim.max_skipped, skipped, engine.rows_of, lambda: writer.last_written, say)
+    pauses: list[float] = []  # ms
     loading = engine.loader(first_micro_step // profile.drafter.reuse)
-    with loading as (loader, rig), signals.listen() as requests, writer:
+    with closing(tally), loading as (loader, rig), signals.listen() as requests, writer:
         loader.give_up = lambda: requests.stop
         scheduler, late = schedule(plan, rig, loader, first_micro_step)
         step, started = first_step, time.perf_counter()
@@ -203,12 +203,21 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
             for line in watch.mark(step):
                 console.print(Text(line, style="bold red"))
 
-        def save() -> None:
+        def look(wait: bool = False) -> None:
+            health.look(tally.add(late.finished(wait)))
+
+        writer.log_figures = look
+        host = HostMemory(training_and(loader.pid), say)
+
+        def save(goes_on: bool) -> None:
             since = time.perf_counter()
-            scheduler.drain()
-            health.look(tally.add(late.finished(wait=True)))
+            if not goes_on:
+                scheduler.drain()
+                look(wait=True)
             plan.rows.check_unchanged()
-            scheduler.copied = writer.save(step, scheduler.micro_step, since)
+            scheduler.copied = writer.save(step, scheduler.micro_step)
+            if goes_on:
+                pauses.append(1e3 * (time.perf_counter() - since))
 
         lines = PlainLines(console)
         with progress_bar(console) as progress:
@@ -220,17 +229,19 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                         while step < segment_end and not requests and not broken(watch, profile):
                             issue(scheduler, late, step + 1)
                             step += 1
-                            health.look(tally.add(late.finished()))
+                            look()
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()
+                                host.look(step)
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
                                 headline = tally.headline(rate)
                                 progress.update(task, completed=step, description=headline)
                                 lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
                         mark()
                     requests.checkpoint = False
-                    save()
+                    ended = requests.stop or step == profile.run.steps or broken(watch, profile)
+                    save(goes_on=not ended)
                     progress.update(task, completed=step)
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
@@ -240,11 +251,10 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                         )
             except DataError:
                 # A row that cannot be read ends the run, not what was trained: the step it was for is left out.
-                save()
+                save(goes_on=False)
                 if not requests.stop:
                     raise
             finally:
-                tally.close()
                 watch.close()
         seconds = time.perf_counter() - started
     memory, num_steps = watch.memory.report(step - first_step), max(1, step - first_step)
@@ -265,7 +275,10 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "late_compilations": watch.late_compilations,
         "late_captures": watch.late_captures,
         "steady_state": "; ".join(watch.findings) or "as warm-up left it",
-        "checkpoint_pause_ms_max": writer.pause_ms_max,
+        "checkpoint_pause_ms_max": max(pauses, default=None),
+        "checkpoint_pause_ms_mean": mean(pauses),
+        "checkpoint_held_ms_max": max(writer.held_ms() or [], default=None),
+        "host_memory_growth_bytes": host.growth_bytes,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
         "seconds": seconds,
