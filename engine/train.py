@@ -1,9 +1,7 @@
 """`draftgraph warmup` and `draftgraph train`: the run, top to bottom."""
 
 import dataclasses
-import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,11 +17,12 @@ from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
 from draftgraph.capture.watch import SteadyWatch
 from draftgraph.engine.advice import advice
 from draftgraph.engine.build import DTYPES, Engine, build, resolve_device
-from draftgraph.engine.config import Profile, load_profile, to_toml
-from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
+from draftgraph.engine.config import Profile
+from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError
 from draftgraph.engine.evidence import devices_before
 from draftgraph.engine.plan import Plan, make_plan
-from draftgraph.engine.progress import PlainLines, progress_bar
+from draftgraph.engine.progress import PlainLines, progress_bar, teller
+from draftgraph.engine.roll_back import with_roll_backs
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.health import Health
@@ -32,70 +31,10 @@ from draftgraph.engine.run.metrics import LateFigures, Tally, mean
 from draftgraph.engine.run.scheduler import Rig, Scheduler, Source
 from draftgraph.engine.run.streams import phase
 from draftgraph.engine.run.writer import CheckpointWriter
+from draftgraph.engine.run_folder import locked, open_run
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
 from draftgraph.profiles.ranges import nvtx_range
-
-
-def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
-    """Check that a run may start or go on in a locked folder; its profile is written only then.
-
-    Returns:
-        The checkpoint to go on from.
-    Raises:
-        RunError: it holds a run and --resume was not given, or the other way round, or the run is another one.
-    """
-    checkpoints = folder / "checkpoints"
-    started = bool(checkpoint.found(checkpoints))
-    profile_file = folder / "profile.toml"
-    if profile_file.exists() and not is_resolved(profile_file):
-        raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
-    if started and not resume:
-        raise RunError(f"{folder} already holds a run; add --resume to go on with it, or name another --run folder")
-    newest = None
-    if resume:
-
-        def say(line: str) -> None:
-            console.print(line, markup=False)
-
-        newest = checkpoint.newest(checkpoints, say)
-        checkpoint.check_identity(newest, plan.identity, say)
-        if checkpoint.step_of(newest) >= plan.profile.run.steps:
-            raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
-    try:
-        write_text(profile_file, to_toml(plan.profile))
-    except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
-    return newest
-
-
-def is_resolved(path: Path) -> bool:
-    """Whether a profile is as a run writes it, every default written out."""
-    try:
-        return to_toml(load_profile(str(path))) == path.read_text()
-    except (UsageError, OSError, UnicodeDecodeError):
-        return False
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a run folder for this process, so that a second run cannot mix its checkpoints in.
-
-    Raises:
-        RunError: another process holds it, or it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise RunError(f"another process is training in {folder}; wait for it, or name another --run") from error
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -131,7 +70,7 @@ def warm_engine(
     with readable_errors(plan):
         names = placement.targets + placement.drafters
         before = devices_before([resolve_device(name) for name in names], DTYPES[plan.profile.target.dtype])
-        engine = build(plan, lambda line: console.print(line, markup=False))
+        engine = build(plan, teller(console))
         with progress_bar(console) as progress:
             evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
@@ -155,22 +94,37 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
         plan.rows.verify()
         with warm_engine(plan, folder, console, resume) as (engine, evidence):
             tuning.save(folder / "tuning.json")
-            return run(engine, evidence, folder, start, console)
+            with signals.listen() as requests:
+
+                def go_on(start: Path | None, rate_share: float | None) -> dict[str, Any]:
+                    return run(engine, evidence, folder, start, rate_share, requests, console)
+
+                return with_roll_backs(go_on, start, folder / "checkpoints", engine.rig, teller(console))
 
 
-def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console) -> dict[str, Any]:
+def run(
+    engine: Engine,
+    evidence: dict[str, Any],
+    folder: Path,
+    start: Path | None,
+    rate_share: float | None,
+    requests: signals.Requests,
+    console: Console,
+) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
     Args:
         start: the checkpoint to go on from.
+        rate_share: of the profile's rate, after a roll-back.
     Raises:
+        Diverged: the run is to be rolled back.
         RunError: a checkpoint cannot be read or written; the steady state broke and capture.watch is strict.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     profile, plan = engine.plan.profile, engine.plan
     first_step = skipped = 0
     if start is not None:
-        scalars = checkpoint.restore(start, engine.rig.drafters)
+        scalars = checkpoint.restore(start, engine.rig.drafters, rate_share)
         first_step, skipped = scalars["step"], scalars["skipped"]
         console.print(f"going on after step {first_step}")
     first_micro_step = first_step * profile.optim.accumulate
@@ -186,14 +140,11 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         profile.checkpoint.keep,
         first_step if start else -1,
     )
-
-    def say(line: str) -> None:
-        console.print(line, markup=False)
-
-    health = Health(profile.optim.max_skipped, skipped, engine.rows_of, lambda: writer.last_written, say)
+    say, optim = teller(console), profile.optim
+    health = Health(optim.max_skipped, optim.on_not_finite, skipped, engine.rows_of, lambda: writer.last_written, say)
     pauses: list[float] = []  # ms
     loading = engine.loader(first_micro_step // profile.drafter.reuse)
-    with closing(tally), loading as (loader, rig), signals.listen() as requests, writer:
+    with closing(tally), loading as (loader, rig), writer:
         loader.give_up = lambda: requests.stop
         scheduler, late = schedule(plan, rig, loader, first_micro_step)
         step, started = first_step, time.perf_counter()
@@ -206,7 +157,11 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         def look(wait: bool = False) -> None:
             health.look(tally.add(late.finished(wait)))
 
-        writer.log_figures = look
+        def is_good(step: int) -> bool:
+            look()
+            return health.worth_keeping(step)
+
+        writer.is_good = is_good
         host = HostMemory(training_and(loader.pid), say)
 
         def save(goes_on: bool) -> None:
@@ -215,7 +170,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                 scheduler.drain()
                 look(wait=True)
             plan.rows.check_unchanged()
-            scheduler.copied = writer.save(step, scheduler.micro_step)
+            scheduler.copied = writer.save(step, scheduler.micro_step, last=not goes_on)
             if goes_on:
                 pauses.append(1e3 * (time.perf_counter() - since))
 
@@ -281,6 +236,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "host_memory_growth_bytes": host.growth_bytes,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
+        "rate_share": float(engine.rig.drafters[0].optimizer.rate_share),
         "seconds": seconds,
         "receipt": str(folder / "receipt.json"),
     }

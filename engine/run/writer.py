@@ -63,21 +63,24 @@ class CheckpointWriter:
         self.last_step = self.last_written = last_step
         flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
         self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
-        self.counts = torch.zeros(2, pin_memory=pinned)  # updates, skipped
+        self.counts = torch.zeros(3, pin_memory=pinned)  # updates, skipped, share of the rate
         self.tensors = {f"{kind}.{name}": t for kind, h in self.host.items() for name, t in flat.named(h).items()}
         self.streams = [torch.cuda.Stream(d.device) if d.lane.stream is not None else None for d in drafters]
         self.stepped, self.copied = [Event(d.device) for d in drafters], [Copied(d.device) for d in drafters]
         self.arriving: dict[str, int] | None = None  # step and micro-step of the copies under way
+        self.last = False
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
-        # Called before a checkpoint is written: brings what has arrived from the devices into the log.
-        self.log_figures: Callable[[], None] = lambda: None
+        # Asked before a checkpoint of a step is written; brings what has arrived from the devices into the log.
+        self.is_good: Callable[[int], bool] = lambda step: True
         checkpoint.sweep(folder)
 
     @torch.no_grad()
-    def save(self, step: int, micro_step: int) -> Sequence[Event]:
+    def save(self, step: int, micro_step: int, last: bool) -> Sequence[Event]:
         """Begin a checkpoint of `step`, which was issued in full; one that is written already is not written again.
 
+        Args:
+            last: the run does not go on: it is written, whatever `is_good` says.
         Returns:
             Events, one per drafter, that its next update must wait for: it overwrites what is being copied.
         Raises:
@@ -99,8 +102,9 @@ class CheckpointWriter:
                 if drafter is self.drafters[0]:
                     self.counts[0].copy_(optimizer.state["step"], non_blocking=True)
                     self.counts[1].copy_(optimizer.skipped, non_blocking=True)
+                    self.counts[2].copy_(optimizer.rate_share, non_blocking=True)
             copied.record(stream)
-        self.arriving, self.last_step = {"step": step, "micro_step": micro_step}, step
+        self.arriving, self.last, self.last_step = {"step": step, "micro_step": micro_step}, last, step
         self.poll()
         return self.copied
 
@@ -108,8 +112,10 @@ class CheckpointWriter:
         """Start to write once the copies have arrived; never waits."""
         if self.arriving is not None and all(event.happened() for event in self.copied):
             position, self.arriving = self.arriving, None
-            # Those of its steps left the devices before the copies did.
-            self.log_figures()
+            # The figures of its steps left the devices before the copies did.
+            if not self.is_good(position["step"]) and not self.last:
+                self.last_step = self.last_written
+                return
             self.thread = threading.Thread(target=self.write, args=(position,), name="checkpoint", daemon=True)
             self.thread.start()
 
@@ -133,8 +139,9 @@ class CheckpointWriter:
     def write(self, position: Mapping[str, int]) -> None:
         """The thread."""
         try:
-            updates, skipped = (int(count) for count in self.counts)
-            scalars = {**position, "updates": updates, "skipped": skipped, **self.identity}
+            updates, skipped, rate_share = self.counts.tolist()
+            counts = {"updates": int(updates), "skipped": int(skipped), "rate_share": rate_share}
+            scalars = {**position, **counts, **self.identity}
             flush(self.log)
             checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep)
             self.last_written = position["step"]
