@@ -2,7 +2,7 @@
 
 import io
 import json
-import re
+import shlex
 import shutil
 
 import pytest
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny import tiny_profile
 
 from draftgraph.engine.build import build
+from draftgraph.engine.cli import parser
 from draftgraph.engine.data.shards import ShardReader
 from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.plan import make_plan
@@ -66,10 +67,12 @@ def test_the_rows_that_are_named_are_the_shards_rows_of_that_step(tmp_path, reus
     profile = tiny_profile(tmp_path, rows=rows, drafter={"reuse": reuse})
     engine = build(make_plan(profile))
     batches = [batch for batch, _ in zip(engine.schedule.at(0), range(20), strict=False)]
-    named = [int(row) for row in re.findall(r"\d+(?=[, ])", engine.rows_of(4).split(" of ")[0] + " ")]
+    command = engine.rows_of(4).removeprefix("to see its rows: ")
+    args = parser().parse_args(shlex.split(command)[1:])
+    named = args.show_rows
     micro_steps = range(6, 8)  # of step 4, two a step
     expected = {int(row) + 1 for m in micro_steps for row in batches[m // reuse].row_ids}
-    assert set(named) == expected and engine.rows_of(4).endswith(profile.data.shards)
+    assert set(named) == expected and args.inputs == [profile.data.shards] and args.target == profile.target.model
     lengths = ShardReader(profile.data.shards).lengths
     assert all(lengths[row] == rows[row][0] for row in named)
     engine.close()
