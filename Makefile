@@ -1,5 +1,5 @@
 # demo: train a drafter for a real language model.  test: the CPU tests.  test-gpu: the GPU tests.  check: lint and types.
-# soak: trainings killed at random, MINUTES=3.
+# soak: trainings killed at random, MINUTES=3, and FUZZ=1000 broken files; figures in soak.json.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,8 +18,9 @@ test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu
 
 MINUTES ?= 3
+FUZZ ?= 1000
 soak: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) --fuzz $(FUZZ)
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """From a plan to the rig: models loaded, buffers taken, lanes filled. All memory is taken here or at capture."""
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,13 +102,17 @@ class Engine:
             drafter.initialise(self.plan.profile.run.seed, self.plan.profile.drafter.init_std)
 
     def rows_of(self, step: int) -> str:
-        """The rows that a step trained on, dealt again from the schedule, as the shards number them."""
+        """How to see the rows that a step trained on, which are dealt again from the schedule."""
         section = self.plan.profile
         first, last = ((step - 1) * section.optim.accumulate, step * section.optim.accumulate - 1)
         first, last = first // section.drafter.reuse, last // section.drafter.reuse
         batches = islice(self.schedule.at(first), last - first + 1)
         rows = sorted({int(self.plan.rows.row_ids[row]) for batch in batches for row in batch.row_ids})
-        return f"rows {', '.join(map(str, rows))} of {section.data.shards or section.data.random_lengths}"
+        named, folder = ",".join(map(str, rows)), section.data.shards
+        if not folder:
+            return f"rows {named} of {section.data.random_lengths}"
+        command = ["draftgraph", "prepare", folder, "--target", section.target.model, "--show-rows", named]
+        return f"to see its rows: {shlex.join(command)}"
 
     @contextmanager
     def loader(self, first: int) -> Iterator[tuple[Loader, Rig]]:

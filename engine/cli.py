@@ -6,6 +6,7 @@ Exit status: 0 done; 2 usage or profile; 3 data; 4 capture or verification; 5 ru
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -39,6 +40,13 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"takes a number above 0, found {value}")
     return value
+
+
+def row_numbers(text: str) -> list[int]:
+    """Numbers from 0 on, commas between them."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"takes numbers of rows, such as 17,24, found {text}")
+    return [int(part) for part in text.split(",")]
 
 
 def share(text: str) -> float:
@@ -110,6 +118,12 @@ def parser() -> argparse.ArgumentParser:
             f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=f"supervise {name.replace('-', ' ')}"
         )
     sub.add_argument("--show", type=positive, metavar="N", help="print the first N used rows, supervised tokens marked")
+    sub.add_argument(
+        "--show-rows",
+        type=row_numbers,
+        metavar="N,...",
+        help="print these rows of a shard folder, which FILE names, as a training run tells them",
+    )
     sub.add_argument(
         "--max-bad-rows", type=share, default=1.0, metavar="SHARE", help="stop where more are skipped (%(default)s)"
     )

@@ -19,10 +19,15 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.data.prepare import prepare as prepare_rows
     from draftgraph.engine.data.prepare import show_rows
     from draftgraph.engine.data.template import Template
+    from draftgraph.engine.data.view import show_shard_rows
     from draftgraph.engine.models.target import load_config, load_tokenizer
 
+    if args.show_rows:
+        if len(args.inputs) > 1 or args.out or args.show:
+            raise UsageError("prepare: --show-rows takes one shard folder, and neither --out nor --show")
+        return show_shard_rows(args.inputs[0], args.show_rows, load_tokenizer(args.target), console)
     if not args.out and not args.show:
-        raise UsageError("prepare needs --out DIR to write shards, or --show N to look at rows only")
+        raise UsageError("prepare needs --out DIR to write shards, or --show N or --show-rows N,... to look at rows")
     config = load_config(args.target)
     console.print(f"reading the tokenizer of {args.target}", markup=False)
     supervision = Supervision(args.turns, args.thinking, args.tool_calls)

@@ -94,7 +94,10 @@ class OptimSection:
     weight_decay: float = 0.0
     clip: float = 1.0
     accumulate: int = 1  # micro-steps in a step, over all drafters
-    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) that end the run; 0: never
+    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) at which ...; 0: never
+    on_not_finite: str = choice(
+        "stop", "keep", "roll-back"
+    )  # ... the run stops, goes on, or rolls back at half the rate
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,11 @@ def check(profile: Profile) -> None:
     betas = profile.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")
+    if profile.optim.on_not_finite == "roll-back" and profile.checkpoint.keep < 3:
+        raise UsageError(
+            f'profile: optim.on_not_finite = "roll-back" needs checkpoint.keep = 3 or more, found '
+            f"{profile.checkpoint.keep}: the newest may be what it rolls back from"
+        )
     drafter, placement = profile.drafter, profile.placement
     if profile.optim.warmup > 1 or drafter.alpha > 1:
         raise UsageError("profile: optim.warmup (a share of the steps) and drafter.alpha are from 0 to 1")

@@ -72,7 +72,7 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that resumes from it."""
         placement, optim = self.profile.placement, dataclasses.asdict(self.profile.optim)
-        del optim["max_skipped"]  # when to give up
+        del optim["max_skipped"], optim["on_not_finite"]  # when to give up, and how
         made_of = {
             "seed": self.profile.run.seed,
             "steps": self.profile.run.steps,

@@ -1,6 +1,7 @@
 """The progress of every long piece of work: what, how far, how long still; on stderr."""
 
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,6 +18,11 @@ def progress_bar(console: Console | None = None, disable: bool = False) -> Progr
         expand=True,
         disable=disable,
     )
+
+
+def teller(console: Console) -> Callable[[str], None]:
+    """Prints lines as they are."""
+    return lambda line: console.print(line, markup=False)
 
 
 class PlainLines:

@@ -1,12 +1,10 @@
 """`draftgraph warmup` and `draftgraph train`: the run, top to bottom."""
 
 import dataclasses
-import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,82 +17,24 @@ from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
 from draftgraph.capture.watch import SteadyWatch
 from draftgraph.engine.advice import advice
 from draftgraph.engine.build import DTYPES, Engine, build, resolve_device
-from draftgraph.engine.config import Profile, load_profile, to_toml
-from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
+from draftgraph.engine.config import Profile
+from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError
 from draftgraph.engine.evidence import devices_before
 from draftgraph.engine.plan import Plan, make_plan
-from draftgraph.engine.progress import PlainLines, progress_bar
+from draftgraph.engine.progress import PlainLines, progress_bar, teller
+from draftgraph.engine.roll_back import with_roll_backs
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.health import Health
-from draftgraph.engine.run.metrics import LateFigures, Tally
+from draftgraph.engine.run.host import HostMemory, training_and
+from draftgraph.engine.run.metrics import LateFigures, Tally, mean
 from draftgraph.engine.run.scheduler import Rig, Scheduler, Source
 from draftgraph.engine.run.streams import phase
 from draftgraph.engine.run.writer import CheckpointWriter
+from draftgraph.engine.run_folder import locked, open_run
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
 from draftgraph.profiles.ranges import nvtx_range
-
-
-def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
-    """Check that a run may start or go on in a locked folder; its profile is written only then.
-
-    Returns:
-        The checkpoint to go on from.
-    Raises:
-        RunError: it holds a run and --resume was not given, or the other way round, or the run is another one.
-    """
-    checkpoints = folder / "checkpoints"
-    started = bool(checkpoint.found(checkpoints))
-    profile_file = folder / "profile.toml"
-    if profile_file.exists() and not is_resolved(profile_file):
-        raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
-    if started and not resume:
-        raise RunError(f"{folder} already holds a run; add --resume to go on with it, or name another --run folder")
-    newest = None
-    if resume:
-
-        def say(line: str) -> None:
-            console.print(line, markup=False)
-
-        newest = checkpoint.newest(checkpoints, say)
-        checkpoint.check_identity(newest, plan.identity, say)
-        if checkpoint.step_of(newest) >= plan.profile.run.steps:
-            raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
-    try:
-        write_text(profile_file, to_toml(plan.profile))
-    except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
-    return newest
-
-
-def is_resolved(path: Path) -> bool:
-    """Whether a profile is as a run writes it, every default written out."""
-    try:
-        return to_toml(load_profile(str(path))) == path.read_text()
-    except (UsageError, OSError, UnicodeDecodeError):
-        return False
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a run folder for this process, so that a second run cannot mix its checkpoints in.
-
-    Raises:
-        RunError: another process holds it, or it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise RunError(f"another process is training in {folder}; wait for it, or name another --run") from error
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -133,7 +73,7 @@ def warm_engine(
         fp8 = [resolve_device(n) for n in placement.targets] if plan.profile.target.precision == "fp8" else []
         before = devices_before([resolve_device(n) for n in names], DTYPES[plan.profile.target.dtype], fp8)
         with progress_bar(console) as progress:
-            engine = build(plan, lambda line: console.print(line, markup=False), progress)
+            engine = build(plan, teller(console), progress)
             evidence = warm_up(engine, progress, before, tuned)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         yield engine, evidence
@@ -156,22 +96,37 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
         plan.rows.verify()
         with warm_engine(plan, folder, console, resume) as (engine, evidence):
             tuning.save(folder / "tuning.json")
-            return run(engine, evidence, folder, start, console)
+            with signals.listen() as requests:
+
+                def go_on(start: Path | None, rate_share: float | None) -> dict[str, Any]:
+                    return run(engine, evidence, folder, start, rate_share, requests, console)
+
+                return with_roll_backs(go_on, start, folder / "checkpoints", engine.rig, teller(console))
 
 
-def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console) -> dict[str, Any]:
+def run(
+    engine: Engine,
+    evidence: dict[str, Any],
+    folder: Path,
+    start: Path | None,
+    rate_share: float | None,
+    requests: signals.Requests,
+    console: Console,
+) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
     Args:
         start: the checkpoint to go on from.
+        rate_share: of the profile's rate, after a roll-back.
     Raises:
+        Diverged: the run is to be rolled back.
         RunError: a checkpoint cannot be read or written; the steady state broke and capture.watch is strict.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     profile, plan = engine.plan.profile, engine.plan
     first_step = skipped = 0
     if start is not None:
-        scalars = checkpoint.restore(start, engine.rig.drafters)
+        scalars = checkpoint.restore(start, engine.rig.drafters, rate_share)
         first_step, skipped = scalars["step"], scalars["skipped"]
         console.print(f"going on after step {first_step}")
     first_micro_step = first_step * profile.optim.accumulate
@@ -187,15 +142,11 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         profile.checkpoint.keep,
         first_step if start else -1,
     )
-    health = Health(
-        profile.optim.max_skipped,
-        skipped,
-        engine.rows_of,
-        lambda: writer.last_written,
-        lambda line: console.print(line, markup=False),
-    )
+    say, optim = teller(console), profile.optim
+    health = Health(optim.max_skipped, optim.on_not_finite, skipped, engine.rows_of, lambda: writer.last_written, say)
+    pauses: list[float] = []  # ms
     loading = engine.loader(first_micro_step // profile.drafter.reuse)
-    with loading as (loader, rig), signals.listen() as requests, writer:
+    with closing(tally), loading as (loader, rig), writer:
         loader.give_up = lambda: requests.stop
         scheduler, late = schedule(plan, rig, loader, first_micro_step)
         step, started = first_step, time.perf_counter()
@@ -205,12 +156,25 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
             for line in watch.mark(step):
                 console.print(Text(line, style="bold red"))
 
-        def save() -> None:
+        def look(wait: bool = False) -> None:
+            health.look(tally.add(late.finished(wait)))
+
+        def is_good(step: int) -> bool:
+            look()
+            return health.worth_keeping(step)
+
+        writer.is_good = is_good
+        host = HostMemory(training_and(loader.pid), say)
+
+        def save(goes_on: bool) -> None:
             since = time.perf_counter()
-            scheduler.drain()
-            health.look(tally.add(late.finished(wait=True)))
+            if not goes_on:
+                scheduler.drain()
+                look(wait=True)
             plan.rows.check_unchanged()
-            scheduler.copied = writer.save(step, scheduler.micro_step, since)
+            scheduler.copied = writer.save(step, scheduler.micro_step, last=not goes_on)
+            if goes_on:
+                pauses.append(1e3 * (time.perf_counter() - since))
 
         lines = PlainLines(console)
         with progress_bar(console) as progress:
@@ -222,17 +186,19 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                         while step < segment_end and not requests and not broken(watch, profile):
                             issue(scheduler, late, step + 1)
                             step += 1
-                            health.look(tally.add(late.finished()))
+                            look()
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()
+                                host.look(step)
                                 rate = scheduler.real_tokens / (time.perf_counter() - started)
                                 headline = tally.headline(rate)
                                 progress.update(task, completed=step, description=headline)
                                 lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
                         mark()
                     requests.checkpoint = False
-                    save()
+                    ended = requests.stop or step == profile.run.steps or broken(watch, profile)
+                    save(goes_on=not ended)
                     progress.update(task, completed=step)
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
@@ -242,11 +208,10 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                         )
             except DataError:
                 # A row that cannot be read ends the run, not what was trained: the step it was for is left out.
-                save()
+                save(goes_on=False)
                 if not requests.stop:
                     raise
             finally:
-                tally.close()
                 watch.close()
         seconds = time.perf_counter() - started
     memory, num_steps = watch.memory.report(step - first_step), max(1, step - first_step)
@@ -267,9 +232,13 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "late_compilations": watch.late_compilations,
         "late_captures": watch.late_captures,
         "steady_state": "; ".join(watch.findings) or "as warm-up left it",
-        "checkpoint_pause_ms_max": writer.pause_ms_max,
+        "checkpoint_pause_ms_max": max(pauses, default=None),
+        "checkpoint_pause_ms_mean": mean(pauses),
+        "checkpoint_held_ms_max": max(writer.held_ms() or [], default=None),
+        "host_memory_growth_bytes": host.growth_bytes,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
+        "rate_share": float(engine.rig.drafters[0].optimizer.rate_share),
         "seconds": seconds,
         "receipt": str(folder / "receipt.json"),
     }

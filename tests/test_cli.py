@@ -1,6 +1,7 @@
 """The command line: its frozen interface, and bad input as one readable message."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ INTERFACE = {
     "prepare": [
         *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
         *("--format", "--mask", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
-        "--workers",
+        *("--workers", "--show-rows"),
     ],
     "plan": ["profile", "--run", "--set", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
@@ -266,6 +267,27 @@ def test_prepare_shows_rows_and_writes_only_where_it_is_told_to(tmp_path, capsys
     summary = json.loads(out.splitlines()[-1])
     assert set(summary) >= {"rows_read", "rows_used", "rows_skipped", "tokens", "supervised_tokens", "shards"}
     assert summary["tokens"] == summary["supervised_tokens"] == 20
+
+
+def test_prepare_shows_the_rows_that_a_run_names(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "hi", "completion": f"yes {name}"}) + "\n" for name in "abc"))
+    target = ["--target", chat_target(tmp_path / "target"), "--block-size", "2", "--json"]
+    shards = str(tmp_path / "shards")
+    assert main(["prepare", str(rows), *target, "--out", shards]) == 0
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main(["prepare", shards, *target, "--show-rows", "2,0"]) == 0
+    out, err = capsys.readouterr()
+    assert re.findall(r"row \d|yes \w", err) == ["row 2", "yes c", "row 0", "yes a"]
+    assert "\u27e6yes c<|end|>\u27e7" in err
+    assert json.loads(out.splitlines()[-1])["rows"] == [2, 0]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "has rows 0 to 2, found --show-rows 3" in failure(capsys, "prepare", shards, *target, "--show-rows", "3")[1]
+    with pytest.raises(SystemExit):
+        main(["prepare", shards, *target, "--show-rows", "x"])
+    assert "such as 17,24, found x" in capsys.readouterr().err
+    assert "one shard folder" in failure(capsys, "prepare", shards, "b", *target, "--show-rows", "1")[1]
 
 
 def test_bad_rows_beyond_the_limit_are_status_3_with_the_report(tmp_path, capsys):

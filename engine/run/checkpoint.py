@@ -207,8 +207,12 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def restore(path: Path, drafters: Sequence[DrafterLane]) -> dict[str, Any]:
-    """Write a checkpoint that `newest` found into the drafters' persistent tensors and return its scalars."""
+def restore(path: Path, drafters: Sequence[DrafterLane], rate_share: float | None = None) -> dict[str, Any]:
+    """Write a checkpoint that `newest` found into the drafters' persistent tensors and return its scalars.
+
+    Args:
+        rate_share: of the profile's rate, from here on; None: what the checkpoint says.
+    """
     scalars, tensors = read(path)
     spans = drafters[0].flat.spans
     flats = {kind: torch.cat([tensors[f"{kind}.{name}"].flatten() for name in spans]) for kind in ("master", *MOMENTS)}
@@ -223,4 +227,5 @@ def restore(path: Path, drafters: Sequence[DrafterLane]) -> dict[str, Any]:
             optimizer.state["step"].fill_(scalars["updates"])
             optimizer.step_count.fill_(scalars["step"])
             optimizer.skipped.fill_(scalars["skipped"])
+            optimizer.rate_share.fill_(scalars["rate_share"] if rate_share is None else rate_share)
     return scalars
