@@ -14,7 +14,7 @@ from draftgraph.engine.data.shards import ShardReader
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.evaluate import PlainCache, evaluate
 from draftgraph.engine.models.drafter import Drafter
-from draftgraph.engine.models.export import load_zlab
+from draftgraph.engine.models.released import initialise, load_zlab
 from draftgraph.engine.models.target import load_config, load_model, load_tokenizer, public_name
 from draftgraph.engine.plan import drafter_shape
 from draftgraph.engine.run import checkpoint
@@ -64,6 +64,8 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
     data, drafter = saved.profile.data, saved.profile.drafter
     facts["steps"] = saved.step
     facts["loss"] = drafter.loss
+    if drafter.init:
+        facts["continues"] = Path(drafter.init).name
     if data.shards and (Path(data.shards) / "shards.json").is_file():
         rows = ShardReader(data.shards)
         facts["data"] = f"{len(rows):,} rows, {rows.lengths.sum():,} tokens, checksum {rows.facts['checksum']:08x}"
@@ -90,7 +92,7 @@ def untrained(saved: SavedDrafter) -> Drafter:
     """The drafter as it was before step 1 of its run."""
     assert saved.profile is not None
     drafter = Drafter(saved.drafter.shape, 1)
-    drafter.initialise(saved.profile.run.seed, saved.profile.drafter.init_std)
+    initialise(drafter, saved.profile.drafter.init, saved.profile.run.seed, saved.profile.drafter.init_std)
     return drafter
 
 

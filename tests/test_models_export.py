@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from draftgraph.engine.errors import DataError, UsageError
 from draftgraph.engine.models.drafter import Drafter, DrafterShape
-from draftgraph.engine.models.export import export_drafter, load_zlab
+from draftgraph.engine.models.export import export_drafter
+from draftgraph.engine.models.released import load_zlab
 
 SHAPE = DrafterShape(
     hidden_size=32,

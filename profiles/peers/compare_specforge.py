@@ -22,8 +22,9 @@ import transformers
 from torch import Tensor
 
 from draftgraph.engine.models.drafter import Drafter, DrafterShape, block_tokens
-from draftgraph.engine.models.export import export_drafter, load_zlab
+from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.loss import LossRule, dflash_loss
+from draftgraph.engine.models.released import load_zlab
 
 TOLERANCE = 1e-5  # max|difference| / max|reference| of a tensor
 PACKAGES = ("", ".core", ".modeling", ".modeling.draft", ".algorithms", ".algorithms.common")
