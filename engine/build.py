@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.ops import require_fast_ops
+from draftgraph.engine.models.released import initialise, require_same_shape
 from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
@@ -97,9 +100,10 @@ class Engine:
         return sorted({lane.device for lane in self.rig.lanes}, key=str)
 
     def initialise(self) -> None:
-        """The state before step 1, from the profile's seed; every drafter the same."""
+        """The state before step 1, from the profile's seed or `drafter.init`; every drafter the same."""
+        seed, section = self.plan.profile.run.seed, self.plan.profile.drafter
         for drafter in self.rig.drafters:
-            drafter.initialise(self.plan.profile.run.seed, self.plan.profile.drafter.init_std)
+            drafter.initialise(partial(initialise, init=section.init, seed=seed, std=section.init_std))
 
     def rows_of(self, step: int) -> str:
         """How to see the rows that a step trained on, which are dealt again from the schedule."""
@@ -190,6 +194,8 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None, progress: Pro
         CaptureError: the target's family cannot be run by this engine.
     """
     profile = plan.profile
+    if profile.drafter.init:
+        require_same_shape(Path(profile.drafter.init), plan.shape)
     dtype = DTYPES[profile.target.dtype]
     target_devices = [resolve_device(name) for name in profile.placement.targets]
     drafter_devices = [resolve_device(name) for name in profile.placement.drafters]

@@ -186,12 +186,17 @@ def parser() -> argparse.ArgumentParser:
     sub = add(
         "export",
         export,
-        "write a drafter for z-lab's code, SGLang and vLLM",
+        "write a drafter for z-lab's code, SGLang, vLLM and speculators, with a model card",
         "example: draftgraph export runs/first --out drafter",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to write")
-    sub.add_argument("--format", choices=["zlab"], default="zlab", help="(%(default)s)")
+    sub.add_argument(
+        "--format",
+        choices=["zlab", "speculators"],
+        default="zlab",
+        help="zlab: z-lab's code, SGLang, vLLM; speculators: that library, vLLM (%(default)s)",
+    )
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
 
     sub = add(

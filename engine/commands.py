@@ -101,24 +101,26 @@ def trace(args: argparse.Namespace, console: Console) -> Summary:
 
 
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
-    from draftgraph.engine.saved import evaluate_saved, load_saved
+    from draftgraph.engine.saved import evaluate_saved, keep_evaluation, load_saved
 
     saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
-    return evaluate_saved(saved, args.target, args.prompts, args.num_prompts, args.max_new_tokens, args.untrained)
+    summary = evaluate_saved(saved, args.target, args.prompts, args.num_prompts, args.max_new_tokens, args.untrained)
+    keep_evaluation(Path(args.source), saved, summary)
+    return summary
 
 
 def export(args: argparse.Namespace, console: Console) -> Summary:
-    from draftgraph.engine.models.export import export_zlab
+    from draftgraph.engine.models.export import export_drafter
     from draftgraph.engine.models.target import load_config
-    from draftgraph.engine.saved import load_saved
+    from draftgraph.engine.saved import card_facts, load_saved
 
-    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
+    source = Path(args.source)
+    saved = load_saved(source, lambda line: console.print(line, markup=False))
     target = args.target or saved.target
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")
-    return export_zlab(
-        Path(args.out), saved.drafter, load_config(target), card={"base_model": target, "step": saved.step}
-    )
+    facts = card_facts(source, saved, target)
+    return export_drafter(Path(args.out), saved.drafter, load_config(target), form=args.format, card=facts)
 
 
 def regenerate(args: argparse.Namespace, console: Console) -> Summary:

@@ -61,6 +61,7 @@ class DrafterSection:
     alpha: float = 0.5
     chunk_slots: int = 2048  # rows of logits held at once
     init_std: float = 0.02
+    init: str = ""  # folder of a drafter in z-lab's form whose weights to start from; empty: random ones
 
 
 @dataclass(frozen=True)

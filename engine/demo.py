@@ -16,9 +16,9 @@ from draftgraph.engine.config import load_profile
 from draftgraph.engine.data.prepare import prepare
 from draftgraph.engine.data.prompts import HUMAN_EVAL
 from draftgraph.engine.data.template import Template
-from draftgraph.engine.models.export import export_zlab
+from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenizer
-from draftgraph.engine.saved import evaluate_saved, load_saved
+from draftgraph.engine.saved import card_facts, evaluate_saved, keep_evaluation, load_saved
 from draftgraph.engine.show import show_plan
 from draftgraph.engine.train import train
 from draftgraph.profiles.load import DATA
@@ -71,10 +71,8 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
     saved = load_saved(folder)
     measured = evaluate_saved(saved, "", HUMAN_EVAL, NUM_PROMPTS, NEW_TOKENS, with_untrained=True)
     chapter(5, "export: for z-lab's code, SGLang and vLLM")
-    card = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "steps": trained["steps"]}
-    export_zlab(
-        folder / "drafter", saved.drafter, load_config(EMBEDDED), card={**card, "acceptance": measured["acceptance"]}
-    )
+    keep_evaluation(folder, saved, measured)
+    export_drafter(folder / "drafter", saved.drafter, load_config(EMBEDDED), card=card_facts(folder, saved, EMBEDDED))
     summary = {
         "profile": name,
         "run": str(folder),

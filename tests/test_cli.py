@@ -1,5 +1,6 @@
 """The command line: its frozen interface, and bad input as one readable message."""
 
+import hashlib
 import json
 import re
 import sys
@@ -311,6 +312,17 @@ def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
     assert summary["format"] == "zlab" and summary["tensors"] == 3 + 11 * 2
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    digest = hashlib.sha256((run / "receipt.json").read_bytes()).hexdigest()
+    assert "| steps | 6 |" in card and digest in card and "| data | 24 rows, " in card
+    (run / "eval-questions.json").write_text(
+        json.dumps({"step": 6, "prompts": 3, "prompt_set": "questions.jsonl", "acceptance": 2.5})
+    )
+    (run / "eval-of-an-earlier-step.json").write_text(json.dumps({"step": 3}))
+    arguments = ["export", str(run), "--format", "speculators", "--out", str(tmp_path / "other"), "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["format"] == "speculators"
+    assert "| acceptance length, 3 prompts of questions.jsonl | 2.500 |" in (tmp_path / "other/README.md").read_text()
     assert (
         main(["export", str(tmp_path / "drafter"), "--target", write_target(tmp_path), "--out", str(tmp_path / "b")])
         == 0

@@ -37,6 +37,7 @@ from draftgraph.engine.models.weights import (
 from draftgraph.profiles.load import MODELS
 
 EMBEDDED = "smollm2"
+EMBEDDED_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RANDOM_PREFIX = "random:"
 
 
@@ -59,6 +60,11 @@ def locate(name: str) -> tuple[str, dict[str, Any]]:
             raise UsageError(f"target.model: no file {name}. Give a GGUF file, a transformers folder, or smollm2")
         return str(path.parent), {"gguf_file": path.name}
     return name, {}
+
+
+def public_name(name: str) -> str:
+    """What others call the target: exports name it."""
+    return EMBEDDED_HUB_NAME if name == EMBEDDED else name
 
 
 @functools.cache  # reading a GGUF tokenizer takes about ten seconds

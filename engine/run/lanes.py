@@ -218,9 +218,9 @@ class DrafterLane:
     def random_weights(self, round_index: int) -> None:
         random_fill(self.flat.values, round_index, std=0.05)
 
-    def initialise(self, seed: int, std: float) -> None:
-        """The state before step 1: what verification left behind is overwritten."""
-        self.drafter.initialise(seed, std)
+    def initialise(self, weights: Callable[[Drafter], None]) -> None:
+        """The state before step 1, of the weights that are written: what verification left behind is overwritten."""
+        weights(self.drafter)
         self.optimizer.reset()
         self.clear()
         self.total.zero_()
