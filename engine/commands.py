@@ -101,11 +101,24 @@ def trace(args: argparse.Namespace, console: Console) -> Summary:
 
 
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
-    from draftgraph.engine.saved import evaluate_saved, keep_evaluation, load_saved
+    from draftgraph.engine.saved import EvalOptions, evaluate_saved, keep_evaluation, load_saved
+    from draftgraph.engine.show import show_evaluation
 
+    if args.temperature < 0:
+        raise UsageError(f"--temperature is 0 (greedy) or more, found {args.temperature}")
     saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
-    summary = evaluate_saved(saved, args.target, args.prompts, args.num_prompts, args.max_new_tokens, args.untrained)
+    options = EvalOptions(
+        args.prompts,
+        args.num_prompts,
+        args.max_new_tokens,
+        args.batch_size,
+        args.temperature,
+        args.dtype or "",
+        args.untrained,
+    )
+    summary = evaluate_saved(saved, args.target, options, console)
     keep_evaluation(Path(args.source), saved, summary)
+    show_evaluation(console, summary)
     return summary
 
 

@@ -14,11 +14,10 @@ from rich.table import Table
 from draftgraph.engine import plan as planning
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.data.prepare import prepare
-from draftgraph.engine.data.prompts import HUMAN_EVAL
 from draftgraph.engine.data.template import Template
 from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenizer
-from draftgraph.engine.saved import card_facts, evaluate_saved, keep_evaluation, load_saved
+from draftgraph.engine.saved import EvalOptions, card_facts, evaluate_saved, keep_evaluation, load_saved
 from draftgraph.engine.show import show_plan
 from draftgraph.engine.train import train
 from draftgraph.profiles.load import DATA
@@ -69,7 +68,8 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
     trained = train(profile, folder, False, console)
     chapter(4, f"evaluate: {NUM_PROMPTS} HumanEval prompts, before and after training")
     saved = load_saved(folder)
-    measured = evaluate_saved(saved, "", HUMAN_EVAL, NUM_PROMPTS, NEW_TOKENS, with_untrained=True)
+    options = EvalOptions(num_prompts=NUM_PROMPTS, new_tokens=NEW_TOKENS, untrained=True)
+    measured = evaluate_saved(saved, "", options, console)
     chapter(5, "export: for z-lab's code, SGLang and vLLM")
     keep_evaluation(folder, saved, measured)
     export_drafter(folder / "drafter", saved.drafter, load_config(EMBEDDED), card=card_facts(folder, saved, EMBEDDED))

@@ -1,18 +1,19 @@
 """Drafters as `eval` and `export` find them, in a run folder or exported, and the evaluation of one."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from draftgraph.engine.config import Profile, load_profile
-from draftgraph.engine.data.prompts import load_prompts
+from draftgraph.engine.data.prompts import HUMAN_EVAL, load_prompts
 from draftgraph.engine.data.shards import ShardReader
 from draftgraph.engine.errors import UsageError
-from draftgraph.engine.evaluate import PlainCache, evaluate
+from draftgraph.engine.evaluate import Evaluation
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.released import initialise, load_zlab
 from draftgraph.engine.models.target import load_config, load_model, load_tokenizer, public_name
@@ -23,7 +24,7 @@ from draftgraph.engine.run.disk import write_text
 
 @dataclass(frozen=True)
 class SavedDrafter:
-    """A drafter on the CPU in float32 and its origin. NOTE: its rotary table is short; `evaluate` makes its own."""
+    """A drafter on the CPU in float32 and its origin. NOTE: its rotary table is short; decoding makes its own."""
 
     drafter: Drafter
     target: str  # the target's name; empty where the source does not say
@@ -100,21 +101,31 @@ def default_device() -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def evaluate_saved(
-    saved: SavedDrafter, target: str, prompts: str, num_prompts: int, max_new_tokens: int, with_untrained: bool
-) -> dict[str, Any]:
-    """The summary of `draftgraph eval`, in float32 on this machine's first device.
+@dataclass(frozen=True)
+class EvalOptions:
+    """How `eval` decodes."""
+
+    prompts: Sequence[str] = (HUMAN_EVAL,)  # each a set
+    num_prompts: int = 16  # of each set
+    new_tokens: int = 64
+    batch_size: int = 8
+    temperature: float = 0.0  # 0: greedy
+    dtype: str = ""  # "": on a GPU what the run trained with, else float32
+    untrained: bool = False  # evaluate the drafter of before step 1 as well
+
+
+def evaluate_saved(saved: SavedDrafter, target: str, options: EvalOptions, console: Console) -> dict[str, Any]:
+    """The summary of `draftgraph eval`, on this machine's first device.
 
     Args:
         target: overrides what the run says; needed for an exported drafter.
-        with_untrained: also evaluate the drafter of before step 1, on the same plain answers, under "untrained".
     """
     name = target or saved.target
     if not name:
         raise UsageError("an exported drafter does not name its target; add --target MODEL")
-    if with_untrained and saved.profile is None:
+    if options.untrained and saved.profile is None:
         raise UsageError("--untrained needs a run folder: an exported drafter does not say how it began")
-    texts = load_prompts(prompts, num_prompts)
+    sets = {source: load_prompts(source, options.num_prompts) for source in options.prompts}
     shape, config = saved.drafter.shape, load_config(name)
     if (shape.hidden_size, shape.vocab_size) != (config.hidden_size, config.vocab_size):
         raise UsageError(
@@ -122,12 +133,26 @@ def evaluate_saved(
             f"has {config.hidden_size} and {config.vocab_size}"
         )
     device = default_device()
-    model, tokenizer = load_model(name, torch.float32, device), load_tokenizer(name)
-    cache: PlainCache = {}
-
-    def measure(drafter: Drafter) -> dict[str, Any]:
-        return evaluate(model, tokenizer, drafter.to(device), texts, max_new_tokens=max_new_tokens, plain_cache=cache)
-
-    before = measure(untrained(saved)) if with_untrained else None
-    summary = {**measure(saved.drafter), "step": saved.step, "target": name, "prompt_set": prompts}
+    trained_in = saved.profile.target.dtype if saved.profile and device.type == "cuda" else "float32"
+    dtype = options.dtype or trained_in
+    evaluation = Evaluation(
+        load_model(name, getattr(torch, dtype), device),
+        load_tokenizer(name),
+        shape,
+        sets,
+        new_tokens=options.new_tokens,
+        batch_size=options.batch_size,
+        temperature=options.temperature,
+        console=console,
+    )
+    before = evaluation.measure(untrained(saved)) if options.untrained else None
+    summary = {
+        **evaluation.measure(saved.drafter),
+        "step": saved.step,
+        "target": name,
+        "prompt_set": ", ".join(options.prompts),
+        "dtype": dtype,
+        "mode": evaluation.decoder.lane.mode,
+    }
+    evaluation.close()
     return {**summary, "untrained": before, "acceptance_untrained": before["acceptance"]} if before else summary

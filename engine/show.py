@@ -155,3 +155,25 @@ def pool(row: dict[str, Any]) -> dict[str, str]:
         "largest graph's": bytes_text(row["largest_pool_bytes"]),
         "ratio": cell("", row["pool_over_largest"]),
     }
+
+
+def show_evaluation(console: Console, values: dict[str, Any]) -> None:
+    """A line per set of prompts, and what else a reader of the summary would miss."""
+    rows = [
+        {
+            "prompts of": escape(row["name"]),
+            "number": str(row["prompts"]),
+            "acceptance": cell("", row["acceptance"]),
+            "by slot": " ".join("-" if share is None else f"{share:.2f}" for share in row["acceptance_per_slot"]),
+            "as greedy": {True: "yes", False: "NO", None: "-"}[row["identical_to_greedy"]],
+        }
+        for row in values["sets"]
+    ]
+    console.print(columns_table("tokens per verify forward, the bonus token counted", rows))
+    if count := values["different_from_one_token"]:
+        first = values["first_differences"][0]
+        console.print(
+            f"{count} of {values['prompts']} answers differ from one-token decoding, where another shape rounds "
+            f"a tie differently; the first at token {first['token']} of prompt {first['prompt']} of {first['set']}",
+            markup=False,
+        )

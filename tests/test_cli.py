@@ -26,7 +26,10 @@ INTERFACE = {
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
-    "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
+    "eval": [
+        *("source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--batch-size", "--temperature"),
+        *("--dtype", "--untrained", "--json"),
+    ],
     "export": ["source", "--out", "--format", "--target", "--json"],
     "regenerate": [
         *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
