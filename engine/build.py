@@ -28,7 +28,7 @@ from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
 from draftgraph.engine.run.reduce import Reduction
-from draftgraph.engine.run.scheduler import HandOffSlot, Rig
+from draftgraph.engine.run.rig import HandOffSlot, Rig
 from draftgraph.engine.show import bytes_text
 from draftgraph.kernels.anchor_attention import TILES
 

@@ -136,8 +136,21 @@ def parser() -> argparse.ArgumentParser:
         help="processes (default: one a core, fewer for small files)",
     )
 
-    sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")
+    sub = add(
+        "plan",
+        plan,
+        "without a GPU: buckets, padding, memory, predicted milliseconds and tokens/s, the best use of 2 to 64 devices",
+        "example: draftgraph plan qwen3.6-27b-8gpu --timeline plan.svg\n"
+        "         draftgraph plan qwen3.6-27b-8gpu --gpu h100 --set drafter.reuse=2",
+    )
     add_profile(sub)
+    sub.add_argument(
+        "--gpu", metavar="CARD", help="h200, h100, b200, a100-80gb, ... (default: the warm-up's, else h200)"
+    )
+    sub.add_argument(
+        "--warmup", metavar="FILE", help="a warmup.json, whose times replace estimates (default: the run folder's)"
+    )
+    sub.add_argument("--timeline", metavar="FILE", help="draw the simulated schedule of two steps: .svg")
     sub.add_argument(
         "--picture", metavar="FILE", help="draw the row lengths and the buckets' edges: .svg or .png (extra `data`)"
     )

@@ -55,13 +55,19 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
 def plan(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.config import load_profile
     from draftgraph.engine.data.picture import draw_buckets
-    from draftgraph.engine.plan import make_plan, summary
-    from draftgraph.engine.show import show_plan
+    from draftgraph.engine.plan import make_plan
+    from draftgraph.engine.predict.costs import read_warmup
+    from draftgraph.engine.predict.show import show_plan
+    from draftgraph.engine.predict.summary import summary
 
     if args.picture and Path(args.picture).suffix not in (".svg", ".png"):
         raise UsageError(f"plan: --picture takes a file that ends in .svg or .png, found {args.picture}")
+    if args.timeline and Path(args.timeline).suffix != ".svg":
+        raise UsageError(f"plan: --timeline takes a file that ends in .svg, found {args.timeline}")
     made = make_plan(load_profile(args.profile, args.assignments))
-    values = summary(made)
+    found = Path(args.warmup) if args.warmup else run_folder(args) / "warmup.json"
+    evidence = read_warmup(found) if args.warmup or found.is_file() else None
+    values = summary(made, evidence, args.gpu, Path(args.timeline) if args.timeline else None)
     if args.picture:
         title = f"{len(made.lengths):,} rows, {values['padding_efficiency']:.3f} of the padded tokens are real"
         if not draw_buckets(made.lengths.tolist(), made.buckets, title, Path(args.picture)):

@@ -28,7 +28,8 @@ from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.health import Health
 from draftgraph.engine.run.host import HostMemory, training_and
 from draftgraph.engine.run.metrics import LateFigures, Tally, mean
-from draftgraph.engine.run.scheduler import Rig, Scheduler, Source
+from draftgraph.engine.run.rig import Rig, Source
+from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.run.streams import phase
 from draftgraph.engine.run.writer import CheckpointWriter
 from draftgraph.engine.run_folder import locked, open_run

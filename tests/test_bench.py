@@ -15,7 +15,8 @@ from draftgraph.engine.bench.goals import GOALS, WORKLOADS, Goal
 from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.errors import RunError
-from draftgraph.engine.plan import device_bytes, make_plan
+from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict.memory import device_bytes
 
 QUIET = Console(quiet=True)
 CPU = torch.device("cpu")

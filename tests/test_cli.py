@@ -22,7 +22,7 @@ INTERFACE = {
         *("--format", "--mask", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
         *("--workers", "--show-rows"),
     ],
-    "plan": ["profile", "--run", "--set", "--picture", "--json"],
+    "plan": ["profile", "--run", "--set", "--gpu", "--warmup", "--timeline", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],

@@ -11,8 +11,9 @@ from tiny import VOCAB, deal_as_for, ordinary_rows, tiny_profile, write_target
 
 from draftgraph.engine.data.writer import ShardWriter
 from draftgraph.engine.errors import CaptureError, DataError, UsageError
-from draftgraph.engine.models.target import load_config
-from draftgraph.engine.plan import make_plan, matrix_parameters
+from draftgraph.engine.models.target import decoder_on_meta, load_config
+from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict.flops import matrix_parameters
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.train import train
@@ -141,7 +142,7 @@ def test_a_number_gone_bad_keeps_the_old_state_and_is_counted(tmp_path):
 def test_a_plan_counts_the_experts_that_a_token_meets(tmp_path):
     attention, router, expert = 32 * 64 * 2 + 2 * 32 * 32, 8 * 32, 3 * 32 * 32
     config = load_config(write_target(tmp_path, "qwen3_moe"))
-    assert matrix_parameters(config, 1) == 2 * (attention + router + 2 * expert)
+    assert matrix_parameters(config, decoder_on_meta(config), 1) == 2 * (attention + router + 2 * expert)
 
 
 def test_the_drafter_of_a_gemma_rotates_like_its_full_layers(tmp_path):
@@ -152,7 +153,7 @@ def test_a_target_family_that_cannot_run_is_refused_before_a_device_is_touched(t
     with pytest.raises(CaptureError, match="target family 'gpt2' is not supported: its configuration has no"):
         make_plan(tiny_profile(tmp_path, "gpt2"))
     with pytest.raises(CaptureError, match="target family 'gpt_neox' is not supported: its decoder has no"):
-        matrix_parameters(load_config(write_target(tmp_path, "gpt_neox")), 1)
+        decoder_on_meta(load_config(write_target(tmp_path, "gpt_neox")))
 
 
 def test_a_pad_that_reaches_real_tokens_is_refused_at_warm_up(tmp_path, monkeypatch):

@@ -116,6 +116,9 @@ class DrafterLane:
         # With several drafters the norms are exchanged between measuring and updating, outside the graphs.
         if count > 1:
             self.lane.add(self.flat_step("norm", self.optimizer.measure, {"norm": self.optimizer.norm_squared}))
+            self.checksums = torch.zeros(count, dtype=torch.int64, device=device)
+            self.spans = [slice_of(self.flat.size, i, count) for i in range(count)]
+            self.lane.add(self.flat_step("checksum", self.sum_bits, {"checksums": self.checksums}))
         self.lane.add(self.flat_step("optimizer", self.update if count > 1 else self.measure_and_update, self.state()))
 
     def state(self) -> dict[str, Tensor]:
@@ -169,6 +172,13 @@ class DrafterLane:
         self.published.copy_(torch.cat([self.total, torch.stack(scalars)]))
         self.sums.zero_()
 
+    @torch.no_grad()
+    def sum_bits(self) -> None:
+        """One integer per owned slice of the parameters; drafters whose bits agree have the same."""
+        bits = self.flat.values.view(torch.int16 if self.flat.values.itemsize == 2 else torch.int32)
+        for index, (low, high) in enumerate(self.spans):
+            self.checksums[index].copy_(bits[low:high].sum(dtype=torch.int64))
+
     def replay(self, bucket: Bucket) -> None:
         self.lane.replay("drafter", bucket.name)
 
@@ -207,7 +217,12 @@ class DrafterLane:
             self.total.fill_(100.0 + round_index)
             self.optimizer.norm_squared.fill_(4.0 + round_index)
 
-        inputs = {"grads": self.flat.grads, "total": self.total, "norm_squared": self.optimizer.norm_squared}
+        inputs = {
+            "values": self.flat.values,
+            "grads": self.flat.grads,
+            "total": self.total,
+            "norm_squared": self.optimizer.norm_squared,
+        }
         return Step(name, "", run, inputs, outputs, prepare, predicted_bytes=0)
 
     def clear(self) -> None:
