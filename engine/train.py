@@ -57,8 +57,8 @@ def readable_errors(plan: Plan) -> Iterator[None]:
             ) from error
         if isinstance(error, torch.AcceleratorError):
             raise RunError(
-                f"a device failed: {first}. The last good checkpoint is untouched; go on with --resume where its "
-                "devices work"
+                f"a device failed: {first}. What is in checkpoints/ is untouched; go on where the devices work, with "
+                "--resume if it holds one"
             ) from error
         raise
 
