@@ -184,7 +184,8 @@ def run(
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
             try:
-                while step < profile.run.steps and not requests.stop:
+                ended = requests.stop
+                while not ended:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
                         while step < segment_end and not requests and not broken(watch, profile):
