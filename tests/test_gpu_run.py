@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from test_run_health import ROLLS_BACK, not_finite_from, rates
 from tiny import deal_as_for, ordinary_rows, tiny_profile, write_target
 from triton.runtime.autotuner import Autotuner
 
@@ -134,6 +135,16 @@ def test_an_ordinary_checkpoint_stops_the_run_for_milliseconds_and_costs_no_bit(
     _, resumed = run(tmp_path, "whole", resume=True, checkpoint={"every": 4, "keep": 2}, **changes)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert figures_of(tmp_path / "whole") == before
+
+
+def test_a_captured_run_rolls_back_and_replays_at_half_the_rate(tmp_path, monkeypatch):
+    changes = {"run": {"steps": 12}, "optim": ROLLS_BACK, "checkpoint": {"every": 1, "keep": 3}}
+    run(tmp_path, "good", **changes)
+    not_finite_from(monkeypatch, step=7, lowest_share=1.0)
+    summary, _ = run(tmp_path, "run", **changes)
+    assert (summary["first_step"], summary["rate_share"], summary["skipped_updates"]) == (5, 0.5, 0)
+    good = rates(tmp_path / "good")
+    assert rates(tmp_path / "run") == good[:5] + [rate / 2 for rate in good[5:]]
 
 
 def figures_of(folder):

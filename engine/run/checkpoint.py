@@ -28,7 +28,7 @@ STATE, SCALARS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 FILES = (STATE, SCALARS)  # named by the manifest
 FORMAT, VERSION = "draftgraph-checkpoint", 1
 # What a resume may change: it is defined, and no longer gives the bits of an uninterrupted run.
-CHANGEABLE = ("optim.lr", "chunk_slots", "placement.targets", "placement.drafters")
+CHANGEABLE = ("optim.lr", "chunk_slots", "buckets", "placement.targets", "placement.drafters")
 
 
 class Damage(Exception):

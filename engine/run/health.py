@@ -84,7 +84,7 @@ class Health:
         assert self.first_skipped is not None
         told = (
             f"the updates of {self.in_a_row} steps in a row, up to step {step}, were skipped: their gradients were not "
-            f"finite, or no token counted (step {step}: {self.rows_of(step)})."
+            f"finite, or no token counted (step {step}; {self.rows_of(step)})."
         )
         if self.on_not_finite == "roll-back":
             raise Diverged(self.first_skipped, told)

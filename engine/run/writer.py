@@ -158,6 +158,8 @@ class CheckpointWriter:
         """How long each checkpoint's copies held the next update, at the end of a run; None without a GPU."""
         if None in self.streams:
             return None
+        for _, after in (pair for copied in self.copied for pair in copied.held):
+            after.synchronize()
         each = zip(*(copied.held for copied in self.copied), strict=True)
         return [max(before.elapsed_time(after) for before, after in pairs) for pairs in each]
 
