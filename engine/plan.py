@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from draftgraph.engine import recompute
 from draftgraph.engine.config import Profile
 from draftgraph.engine.data.anchors import AnchorDraw
 from draftgraph.engine.data.buckets import Bucket, assign, choose_buckets, efficiency
@@ -305,9 +306,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     parameters = shape.num_parameters
     state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
     draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)
-    # Kept for the backward: inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP.
-    heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
-    kept_per_token = shape.num_layers * (4 * shape.hidden_size + heads + 3 * shape.intermediate_size) * size
+    activations = recompute.kept_bytes(shape, draft_tokens, size, profile.drafter.recompute)
     logits = profile.drafter.chunk_slots * shape.vocab_size * size
     # Hidden, MLP and attention activations of one layer; a layer's are freed before the next.
     target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size
@@ -321,7 +320,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
             "gradients": parameters * 4,
             "states": parameters * state // len(profile.placement.drafters),
             "batch": batch * (profile.placement.look_ahead + 1) if profile.placement.look_ahead else 0,
-            "pool": draft_tokens * kept_per_token + logits,
+            "pool": activations + logits,
         }
     return parts
 
@@ -344,6 +343,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "row_efficiency": plan.schedule.row_efficiency,
         "target_flop_share": float(target / (target + drafter)),
         "device_bytes": device_bytes(plan),
+        "recompute": recompute.estimate(plan),
         "tokens_per_s": None,  # a prediction needs measured rates; warm-up and training measure
         "split": {"targets": len(placement.targets), "drafters": len(placement.drafters)},
         "bound_by": "target" if target > drafter else "drafter",

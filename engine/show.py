@@ -69,6 +69,12 @@ def show_plan(console: Console, values: dict[str, Any]) -> None:
         for device, sizes in values["device_bytes"].items()
     ]
     console.print(columns_table("Predicted memory (the pool is an estimate; capture measures it)", memory))
+    switch = values["recompute"]
+    console.print(
+        f"drafter.recompute is {'on' if switch['on'] else 'off'}: on, a micro-step of {switch['bucket']} keeps "
+        f"{bytes_text(switch['saves_bytes'])} less and takes about {switch['costs_ms']:.2f} ms more "
+        f"({switch['costs_flop_share']:.1%} of its FLOPs) where products reach {switch['at_tflops']:.0f} TFLOP/s."
+    )
 
 
 def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
