@@ -219,7 +219,7 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None, progress: Pro
         # The target's own embedding and lm_head where it is on this device, a copy elsewhere.
         source = targets[target_devices.index(device) if device in target_devices else 0]
         with device:  # a billion parameters are made where they live
-            drafter = Drafter(plan.shape, max_context)
+            drafter = Drafter(plan.shape, max_context, profile.drafter.recompute)
         embedding = source.embedding.to(device)
         tied = source.lm_head.data_ptr() == source.embedding.data_ptr()
         parts = DrafterParts(

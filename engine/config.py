@@ -60,6 +60,7 @@ class DrafterSection:
     gamma: float = -1.0  # -1: by block size
     alpha: float = 0.5
     chunk_slots: int = 2048  # rows of logits held at once
+    recompute: bool = False  # a layer's activations are computed again for its backward, not kept
     init_std: float = 0.02
     init: str = ""  # folder of a drafter in z-lab's form whose weights to start from; empty: random ones
 

@@ -63,7 +63,9 @@ def bench(
             ratio=result.ratio,
             ceiling_tflops=handed.ceiling_tflops,
         )
+        shown = {"ours": result.ours_text, "peer": result.peer_text, "share": result.share_text}
         extra = {
+            "shown": shown,
             "figures": result.figures,
             "goals": goals,
             "quick": quick,
@@ -73,8 +75,7 @@ def bench(
         path = out / f"bench-{name}{'-fp8' if fp8 else ''}.json"
         write_receipt(path, content | extra)
         results[name] = {"receipt": str(path), "ratio": result.ratio, "figures": result.figures, "goals": goals}
-        shown = {"ours": result.ours_text, "peer": result.peer_text, "ratio": number(result.ratio)}
-        table.append({"workload": name, **shown, "share": result.share_text})
+        table.append({"workload": name, **shown, "ratio": number(result.ratio)})
         notes += [f"{name}: {goal_text(goal, result.figures)}" for goal in wanted]
         del result
         handed.free()

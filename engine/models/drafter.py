@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from draftgraph.engine.models.stacked_linear import stacked_linear
 from draftgraph.kernels import fused, reference
@@ -175,11 +176,15 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable part. `max_context` sizes the rotary table; nothing else depends on it."""
+    """The trainable part. `max_context` sizes the rotary table; nothing else depends on it.
 
-    def __init__(self, shape: DrafterShape, max_context: int):
+    Args:
+        recompute: keep each layer's input for its backward, not its activations; the same bits.
+    """
+
+    def __init__(self, shape: DrafterShape, max_context: int, recompute: bool = False):
         super().__init__()
-        self.shape = shape
+        self.shape, self.recompute = shape, recompute
         self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(shape, i) for i in range(shape.num_layers))
@@ -239,7 +244,11 @@ class Drafter(nn.Module):
         )
         x, update = block_embeddings, None
         for layer in self.layers:
-            x, update = layer(x, update, blocks)
+            if self.recompute and torch.is_grad_enabled():
+                # NOTE: no state of a generator, which a capture would refuse; nothing here draws.
+                x, update = checkpoint(layer, x, update, blocks, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, update = layer(x, update, blocks)
         return self.norm(ops, x, update)[0]
 
 
