@@ -23,23 +23,29 @@ from draftgraph.engine.config import Profile, load_profile, to_toml
 from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
 from draftgraph.engine.evidence import devices_before
 from draftgraph.engine.plan import Plan, make_plan
+from draftgraph.engine.predict.pace import Pace
 from draftgraph.engine.progress import PlainLines, progress_bar
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
+from draftgraph.engine.run.equality import EqualityCheck
 from draftgraph.engine.run.health import Health
+from draftgraph.engine.run.hosts import Hosts, LostHost, joined
 from draftgraph.engine.run.metrics import LateFigures, Tally
+from draftgraph.engine.run.reduce import Across
 from draftgraph.engine.run.rig import Rig, Source
 from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.run.streams import phase
-from draftgraph.engine.run.writer import CheckpointWriter
+from draftgraph.engine.run.writer import CheckpointWriter, NoWriter
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
 from draftgraph.profiles.ranges import nvtx_range
 
 
-def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
+def open_run(folder: Path, own: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
     """Check that a run may start or go on in a locked folder; its profile is written only then.
 
+    Args:
+        own: where this host writes; the run folder itself for the first, which alone writes checkpoints.
     Returns:
         The checkpoint to go on from.
     Raises:
@@ -47,7 +53,7 @@ def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path |
     """
     checkpoints = folder / "checkpoints"
     started = bool(checkpoint.found(checkpoints))
-    profile_file = folder / "profile.toml"
+    profile_file = own / "profile.toml"
     if profile_file.exists() and not is_resolved(profile_file):
         raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
     if started and not resume:
@@ -120,7 +126,7 @@ def readable_errors(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def warm_engine(
-    plan: Plan, folder: Path, console: Console, resume: bool = False
+    plan: Plan, folder: Path, console: Console, resume: bool = False, across: Across | None = None
 ) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """An engine, warmed up and verified, and its evidence, which is written to warmup.json.
 
@@ -131,7 +137,7 @@ def warm_engine(
     with readable_errors(plan):
         names = placement.targets + placement.drafters
         before = devices_before([resolve_device(name) for name in names], DTYPES[plan.profile.target.dtype])
-        engine = build(plan, lambda line: console.print(line, markup=False))
+        engine = build(plan, lambda line: console.print(line, markup=False), across)
         with progress_bar(console) as progress:
             evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
@@ -149,21 +155,29 @@ def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
 
 def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dict[str, Any]:
     """Warm up, then the run; returns the summary of `draftgraph train`."""
-    plan = make_plan(profile)
-    with locked(folder), signals.usr1_ignored():
-        start = open_run(folder, plan, resume, console)
-        plan.rows.verify()
-        with warm_engine(plan, folder, console, resume) as (engine, evidence):
-            tuning.save(folder / "tuning.json")
-            return run(engine, evidence, folder, start, console)
+    with joined(profile) as hosts:
+        plan = dataclasses.replace(make_plan(profile), host=hosts.rank, hosts=hosts.count)
+        own = hosts.folder(folder)
+        with locked(own), signals.usr1_ignored():
+            start = open_run(folder, own, plan, resume, console)
+            found = checkpoint.step_of(start) if start else -1
+            hosts.agree([found], "the checkpoint to go on from: they must share the file system of the run folder")
+            plan.rows.verify()
+            across = hosts if hosts.count > 1 else None
+            with warm_engine(plan, own, console, resume, across) as (engine, evidence):
+                tuning.save(own / "tuning.json")
+                return run(engine, evidence, folder, start, console, hosts)
 
 
-def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console) -> dict[str, Any]:
+def run(
+    engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console, hosts: Hosts
+) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
     Args:
         start: the checkpoint to go on from.
     Raises:
+        LostHost: another host is gone; where it can, this one has written a checkpoint.
         RunError: a checkpoint cannot be read or written; the steady state broke and capture.watch is strict.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
@@ -173,12 +187,12 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         scalars = checkpoint.restore(start, engine.rig.drafters)
         first_step, skipped = scalars["step"], scalars["skipped"]
         console.print(f"going on after step {first_step}")
-    first_micro_step = first_step * profile.optim.accumulate
-    log = folder / "metrics.jsonl"
+    first_micro_step = first_step * plan.accumulate
+    log = hosts.folder(folder) / "metrics.jsonl"
     tally = Tally(plan.shape.block_size, log, first_step)
     # An eager run allocates at every step, as the profile says.
     watch = SteadyWatch(engine.devices if profile.capture.mode == "graph" else [])
-    writer = CheckpointWriter(
+    writer = (CheckpointWriter if hosts.rank == 0 else NoWriter)(
         folder / "checkpoints",
         log,
         engine.rig.drafters,
@@ -197,8 +211,10 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
     with loading as (loader, rig), signals.listen() as requests, writer:
         loader.give_up = lambda: requests.stop
         scheduler, late = schedule(plan, rig, loader, first_micro_step)
-        step, started = first_step, time.perf_counter()
+        equality = EqualityCheck(engine.rig.drafters)
+        pace, step, started = Pace(), first_step, time.perf_counter()
         watch.open(step)
+        hosts.exchange(requests)
 
         def mark() -> None:
             for line in watch.mark(step):
@@ -209,19 +225,22 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
             scheduler.drain()
             health.look(tally.add(late.finished(wait=True)))
             plan.rows.check_unchanged()
-            scheduler.copied = writer.save(step, scheduler.micro_step, since)
+            scheduler.copied = writer.save(step, step * profile.optim.accumulate, since)
 
         lines = PlainLines(console)
         with progress_bar(console) as progress:
             task = progress.add_task("train", total=profile.run.steps, completed=first_step)
             try:
-                while step < profile.run.steps and not requests.stop:
+                while step < profile.run.steps and not hosts.heard.stop:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
-                        while step < segment_end and not requests and not broken(watch, profile):
+                        while step < segment_end and not hosts.heard and not broken(watch, profile):
                             issue(scheduler, late, step + 1)
                             step += 1
+                            equality.after(step)
+                            hosts.exchange(requests)
                             health.look(tally.add(late.finished()))
+                            pace.look(tally.last)
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()
@@ -230,7 +249,9 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                                 progress.update(task, completed=step, description=headline)
                                 lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
                         mark()
-                    requests.checkpoint = False
+                    hosts.heard.checkpoint = False
+                    equality.after(step, now=True)
+                    hosts.agree(equality.values(), f"their parameters after step {step}")
                     save()
                     progress.update(task, completed=step)
                     if broken(watch, profile) and step < profile.run.steps:
@@ -239,10 +260,11 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                             f"{step}, checkpoint written. Mend the cause, or go on with --resume --set "
                             "capture.watch=report"
                         )
-            except DataError:
-                # A row that cannot be read ends the run, not what was trained: the step it was for is left out.
+            except (DataError, LostHost):
+                # A row that cannot be read, or a host that is gone, ends the run, not what was trained: the step that
+                # it was for is left out.
                 save()
-                if not requests.stop:
+                if not requests.stop or hosts.count > 1:
                     raise
             finally:
                 tally.close()
@@ -253,7 +275,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "steps": step,
         "first_step": first_step,
         **tally.first_and_last(),
-        "real_tokens_per_s": scheduler.real_tokens / seconds,
+        "real_tokens_per_s": sum(n for (n,) in hosts.gathered([scheduler.real_tokens])) / seconds,
         "padding_efficiency": plan.padding_efficiency,
         "row_efficiency": plan.schedule.row_efficiency,
         "graphs": len(evidence["graphs"]) if evidence["mode"] == "graph" else 0,
@@ -269,11 +291,14 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "checkpoint_pause_ms_max": writer.pause_ms_max,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
+        **pace.figures(plan, evidence),
+        "lane_time": scheduler.meter.shares(),
+        "data_wait_ms_p99": scheduler.data_wait_ms_p99,
         "seconds": seconds,
-        "receipt": str(folder / "receipt.json"),
+        "receipt": str(hosts.folder(folder) / "receipt.json"),
     }
     ours = {**summary, "warmup_seconds": evidence["seconds"], "verified": evidence["verified"]}
-    write_receipt(folder / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
+    write_receipt(hosts.folder(folder) / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
     if tally.skipped:
         console.print(
             f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "
@@ -286,12 +311,12 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
 
 def schedule(plan: Plan, rig: Rig, source: Source, first_micro_step: int) -> tuple[Scheduler, LateFigures]:
     """What issues the steps of a warmed-up rig, and what brings their figures back."""
-    reuse, accumulate = plan.profile.drafter.reuse, plan.profile.optim.accumulate
+    reuse = plan.profile.drafter.reuse
     lead = rig.drafters[0]
     # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
-    depth = rig.max_in_flight * reuse // accumulate + 2
+    depth = rig.max_in_flight * reuse // plan.accumulate + 2
     late = LateFigures(lead.published.numel(), lead.device, depth)
-    return Scheduler(rig, source, plan.lengths, reuse, accumulate, first_micro_step), late
+    return Scheduler(rig, source, plan.lengths, reuse, plan.accumulate, first_micro_step), late
 
 
 def issue(scheduler: Scheduler, late: LateFigures, step: int) -> None:

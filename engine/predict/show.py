@@ -24,9 +24,8 @@ def show_plan(console: Console, values: Row) -> None:
         return
     if values["fits"] is False:
         console.print(f"[bold red]More than {bytes_text(values['memory_limit_bytes'])} of one {values['gpu']}.[/]")
-    console.print(
-        columns_table("Predicted use of each lane's time", [lane_row(*item) for item in values["lanes"].items()])
-    )
+    lanes = [lane_row(*item) for item in values["lanes"].items()]
+    console.print(columns_table("Predicted use of each lane's time", lanes))
     console.print(
         f"{values['step_ms']:,.1f} ms a step, {values['tokens_per_s']:,.0f} real tokens/s "
         f"({values['figures']} figures), bound by {values['bound_by']}.\n"

@@ -1,4 +1,4 @@
-"""The summary of `draftgraph plan`: what is known of a run before a device is touched, and where each figure is from."""
+"""The summary of `draftgraph plan`: what is known of a run before a device is touched."""
 
 from collections.abc import Mapping
 from pathlib import Path

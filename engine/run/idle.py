@@ -53,9 +53,8 @@ class Meter:
 
     def read(self) -> None:
         """Add up the sample, if all of it has happened."""
-        if not self.unread or not all(
-            self.events[name][len(labels) - 1].happened() for name, labels in self.labels.items()
-        ):
+        last = [self.events[name][len(labels) - 1] for name, labels in self.labels.items() if labels]
+        if not (self.unread and all(event.happened() for event in last)):
             return
         for name, labels in self.labels.items():
             for earlier, (later, label) in enumerate(zip(self.events[name][1:], labels[1:], strict=False)):

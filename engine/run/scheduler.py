@@ -2,8 +2,8 @@
 
 Extraction k goes to target k mod T and to drafter k mod D, which makes `reuse` micro-steps of it; after `accumulate`
 micro-steps comes one optimizer step. Events on the devices order the work; the host waits only where the look-ahead is
-full, asleep. Same seed, same schedule, same bits. It knows lanes and buffers, and nothing of models or data; `plan` runs
-it over devices that only keep time.
+full, asleep. Same seed, same schedule, same bits. It knows lanes and buffers, and nothing of models or data; `plan`
+runs it over devices that only keep time.
 """
 
 from collections import deque
@@ -141,6 +141,11 @@ class Scheduler:
         """Wait until everything that was issued has finished; for checkpoints and the end of a run."""
         for lane in self.rig.lanes:
             lane.synchronize()
+
+    @property
+    def data_wait_ms_p99(self) -> float | None:
+        """Of the host, per micro-batch."""
+        return 1e3 * float(np.percentile(self.data_waits, 99)) if self.data_waits else None
 
     def count(self, step: str, bucket: str) -> None:
         key = f"{step} {bucket}".strip()
