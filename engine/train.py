@@ -30,6 +30,7 @@ from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.equality import EqualityCheck
 from draftgraph.engine.run.health import Health
 from draftgraph.engine.run.hosts import Hosts, LostHost, joined
+from draftgraph.engine.run.idle import p99_ms
 from draftgraph.engine.run.metrics import LateFigures, Tally
 from draftgraph.engine.run.reduce import Across
 from draftgraph.engine.run.rig import Rig, Source
@@ -212,7 +213,7 @@ def run(
         loader.give_up = lambda: requests.stop
         scheduler, late = schedule(plan, rig, loader, first_micro_step)
         equality = EqualityCheck(engine.rig.drafters)
-        pace, step, started = Pace(), first_step, time.perf_counter()
+        pace, step, started, started_cpu = Pace(), first_step, time.perf_counter(), time.thread_time()
         watch.open(step)
         hosts.exchange(requests)
 
@@ -269,7 +270,7 @@ def run(
             finally:
                 tally.close()
                 watch.close()
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, time.thread_time() - started_cpu
     memory, num_steps = watch.memory.report(step - first_step), max(1, step - first_step)
     summary = {
         "steps": step,
@@ -293,7 +294,8 @@ def run(
         "skipped_updates": tally.skipped,
         **pace.figures(plan, evidence),
         "lane_time": scheduler.meter.shares(),
-        "data_wait_ms_p99": scheduler.data_wait_ms_p99,
+        "scheduler_busy": cpu_seconds / seconds if evidence["mode"] == "graph" else None,  # an eager one computes
+        "data_wait_ms_p99": p99_ms(scheduler.data_waits),
         "seconds": seconds,
         "receipt": str(hosts.folder(folder) / "receipt.json"),
     }

@@ -1,5 +1,6 @@
 """Several hosts: two processes on this one, as torchrun starts them, summing over gloo."""
 
+import io
 import os
 import signal
 import socket
@@ -17,10 +18,10 @@ from tiny import deal_as_for, tiny_profile
 from draftgraph.engine.config import to_toml
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.data.schedule import Schedule
-from draftgraph.engine.errors import UsageError
-from draftgraph.engine.plan import make_plan
+from draftgraph.engine.errors import Interrupted, UsageError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.hosts import Hosts, joined
+from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.train import train
 
 QUIET = Console(quiet=True)
@@ -69,7 +70,7 @@ def test_two_hosts_train_the_weights_of_one(tmp_path, monkeypatch, drafters):
     assert [len(line) for line in lines] == [6, 6]
 
 
-def test_a_lost_host_ends_the_job_and_fewer_go_on(tmp_path):
+def test_a_lost_host_ends_the_job_and_fewer_go_on(tmp_path, monkeypatch):
     profile = tiny_profile(tmp_path, run={"steps": 100_000}, checkpoint={"every": 20}, optim={"accumulate": 4})
     hosts = start_hosts(tmp_path, profile)
     try:
@@ -94,10 +95,22 @@ def test_a_lost_host_ends_the_job_and_fewer_go_on(tmp_path):
         optim={"accumulate": 4},
         placement={"targets": ["cpu", "cpu"], "drafters": ["cpu"], "look_ahead": 1},
     )
-    told: list[str] = []
-    checkpoint.check_identity(newest, make_plan(alone).identity, told.append)
-    assert len(told) == 2 and all("not the bits of an unbroken run" in line for line in told)
-    assert any("placement.hosts is 1, was 2" in line for line in told)
+    step, ours = Scheduler.step, []
+
+    def few_steps(self):
+        step(self)
+        ours.append(self.micro_step)
+        if len(ours) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Scheduler, "step", few_steps)
+    told = Console(file=io.StringIO(), width=300)
+    first = checkpoint.step_of(newest)
+    with pytest.raises(Interrupted, match=f"stopped after step {first + 3} "):
+        train(alone, tmp_path / "run", True, told)
+    assert ours[0] == 4 * (first + 1)  # all micro-steps of all hosts
+    for line in ("placement.hosts is 1, was 2", "placement.targets is 2, was 1"):
+        assert f"{line} at {newest.name}: from here on not the bits" in told.file.getvalue()
 
 
 def test_hosts_share_the_stream_of_micro_batches():

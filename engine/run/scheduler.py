@@ -142,11 +142,6 @@ class Scheduler:
         for lane in self.rig.lanes:
             lane.synchronize()
 
-    @property
-    def data_wait_ms_p99(self) -> float | None:
-        """Of the host, per micro-batch."""
-        return 1e3 * float(np.percentile(self.data_waits, 99)) if self.data_waits else None
-
     def count(self, step: str, bucket: str) -> None:
         key = f"{step} {bucket}".strip()
         self.replays[key] = self.replays.get(key, 0) + 1
