@@ -27,7 +27,7 @@ from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
-from draftgraph.engine.run.reduce import Reduction
+from draftgraph.engine.run.reduce import Across, Reduction
 from draftgraph.engine.run.rig import HandOffSlot, Rig
 from draftgraph.engine.show import bytes_text
 from draftgraph.kernels.anchor_attention import TILES
@@ -107,8 +107,8 @@ class Engine:
 
     def rows_of(self, step: int) -> str:
         """How to see the rows that a step trained on, which are dealt again from the schedule."""
-        section = self.plan.profile
-        first, last = ((step - 1) * section.optim.accumulate, step * section.optim.accumulate - 1)
+        section, accumulate = self.plan.profile, self.plan.accumulate
+        first, last = (step - 1) * accumulate, step * accumulate - 1
         first, last = first // section.drafter.reuse, last // section.drafter.reuse
         batches = islice(self.schedule.at(first), last - first + 1)
         rows = sorted({int(self.plan.rows.row_ids[row]) for batch in batches for row in batch.row_ids})
@@ -183,12 +183,18 @@ def load_targets(
     return targets
 
 
-def build(plan: Plan, say: Callable[[str], None] = lambda _: None, progress: Progress | None = None) -> Engine:
+def build(
+    plan: Plan,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
+    across: Across | None = None,
+) -> Engine:
     """Load the models and take the buffers. The drafters' weights are those of step 1 only after `initialise`.
 
     Args:
         say: receives one line per slow part.
         progress: shows how far the weights are.
+        across: sums over hosts, where there are several.
     Raises:
         UsageError: a device or a model is missing.
         CaptureError: the target's family cannot be run by this engine.
@@ -234,7 +240,7 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None, progress: Pro
         look_ahead = profile.placement.look_ahead
         batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device) if look_ahead else target_lanes[0].batch
         drafter_lanes.append(
-            DrafterLane(f"drafter {d}", parts, batch, device, mode, data.fill, d, len(drafter_devices))
+            DrafterLane(f"drafter {d}", parts, batch, device, mode, data.fill, d, len(drafter_devices), plan.hosts)
         )
         ring = [
             HandOffSlot(BatchBuffer(plan.layouts, plan.taps_size, dtype, device), device) for _ in range(look_ahead)
@@ -244,7 +250,7 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None, progress: Pro
         targets=target_lanes,
         drafters=drafter_lanes,
         rings=[ring for ring in rings if ring],
-        reduction=Reduction(drafter_lanes),
+        reduction=Reduction(drafter_lanes, across),
         host_slots=[],
         buckets=plan.buckets,
     )

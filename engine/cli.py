@@ -144,9 +144,7 @@ def parser() -> argparse.ArgumentParser:
         "         draftgraph plan qwen3.6-27b-8gpu --gpu h100 --set drafter.reuse=2",
     )
     add_profile(sub)
-    sub.add_argument(
-        "--gpu", metavar="CARD", help="h200, h100, b200, a100-80gb, ... (default: the warm-up's, else h200)"
-    )
+    sub.add_argument("--gpu", metavar="CARD", help="h200, h100, b200, a100-80gb, ... (default: the warm-up's or h200)")
     sub.add_argument(
         "--warmup", metavar="FILE", help="a warmup.json, whose times replace estimates (default: the run folder's)"
     )

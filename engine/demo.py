@@ -17,8 +17,8 @@ from draftgraph.engine.data.template import Template
 from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenizer
 from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict import summary as planning
 from draftgraph.engine.predict.show import show_plan
-from draftgraph.engine.predict.summary import summary
 from draftgraph.engine.saved import EvalOptions, card_facts, evaluate_saved, keep_evaluation, load_saved
 from draftgraph.engine.train import train
 from draftgraph.profiles.load import DATA
@@ -62,7 +62,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
         progress=True,
     )
     chapter(2, f"plan profile {name}")
-    show_plan(console, summary(make_plan(profile)))
+    show_plan(console, planning.summary(make_plan(profile)))
     chapter(
         3, "train: warm up and " + ("capture CUDA graphs" if on_gpu else "run eagerly (no GPU)") + ", then the steps"
     )

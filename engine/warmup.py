@@ -82,8 +82,8 @@ def warm_up(
                 phases.enter("verification", "compare replays")
                 compare(lanes, references)
             phases.enter("warm up", "initialise")
-            if len(engine.rig.drafters) > 1:
-                # Sums and copies between drafters are in no graph: their kernels load here, not in the first step.
+            if len(engine.rig.drafters) > 1 or engine.plan.hosts > 1:
+                # Sums and copies between drafters are in no graph: kernels load and hosts connect here, not in step 1.
                 engine.rig.reduction.step()
             engine.initialise()
     finally:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from draftgraph.engine.bench import kernels, peer, protocol, steps
+from draftgraph.engine.bench import kernels, overlap, peer, protocol, steps
 from draftgraph.engine.bench.command import bench, goal_text
 from draftgraph.engine.bench.goals import GOALS, WORKLOADS, Goal
 from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
@@ -69,6 +69,22 @@ def test_variable_rows_are_counted_before_padding(tmp_path, monkeypatch, workloa
     assert 0 < inclusive[0] < inclusive[1]
     assert abs(ours["loss"] - np.log(512)) < 0.5
     assert ours["alloc_bytes_per_step"] is ours["host_syncs_per_step"] is ours["floor_tokens_per_s"] is None
+
+
+@without_gpu
+def test_a_target_that_works_ahead_trains_on_the_rows_of_one_that_takes_turns(tmp_path, monkeypatch):
+    asked = []
+
+    def measured(_, profile, num_rows):
+        asked.append((profile.target.model, profile.placement.look_ahead))
+        return steps.train_rows(profile, num_rows)
+
+    monkeypatch.setattr(overlap, "in_own_process", measured)
+    _, receipts = run(tmp_path, "overlap")
+    assert [slots for _, slots in asked] == [0, 1, 0, 1]
+    ours = receipts["overlap"]["ours"]["27b"]
+    ratio = ours["ahead_real_tokens_per_s_steady"] / ours["in_turn_real_tokens_per_s_steady"]
+    assert ours["ratio"] == ratio and receipts["overlap"]["ratio"] is None
 
 
 def tiny():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import VOCAB, deal_as_for, ordinary_rows, tiny_profile, write_target
+from tiny import VOCAB, ordinary_rows, tiny_profile, write_target
 
 from draftgraph.engine.data.writer import ShardWriter
 from draftgraph.engine.errors import CaptureError, DataError, UsageError
@@ -74,17 +74,6 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path, reus
     assert_same_bits(masters(tmp_path / "whole", 6), masters(tmp_path / "parts", 6))
     lines = [json.loads(line)["step"] for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [1, 2, 3, 4, 5, 6]
-
-
-def test_two_targets_and_two_drafters_train_the_weights_of_one_of_each(tmp_path, monkeypatch):
-    deal_as_for(2, monkeypatch)
-    one = tiny_profile(tmp_path)
-    two = tiny_profile(tmp_path, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu", "cpu"], "look_ahead": 2})
-    run(one, tmp_path / "one")
-    run(two, tmp_path / "two")
-    left, right = masters(tmp_path / "one", 6), masters(tmp_path / "two", 6)
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=2e-4, atol=2e-6)
 
 
 def test_every_repeat_of_an_extraction_draws_its_own_anchors(tmp_path, monkeypatch):

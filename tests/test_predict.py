@@ -1,4 +1,4 @@
-"""What `plan` predicts: the scheduler over devices that only keep time, costs measured or estimated, every arrangement."""
+"""What `plan` predicts: the scheduler over devices that only keep time, costs, every arrangement."""
 
 import json
 import time

@@ -3,8 +3,8 @@
 Promises: the stream depends on (assignment, buckets, seed, group) alone; hosts take its micro-batches in turn. Epochs
 follow each other whole: each deals every row once, in an order of its own, and a micro-batch never mixes two. `group`
 micro-batches side by side, from a multiple of `group` on, are of one bucket: as many drafters finish them together.
-`at(k)` starts at micro-batch k without building those before it. One micro-batch is one target extraction; how often its taps are reused is the
-collation's business.
+`at(k)` starts at micro-batch k without building those before it. One micro-batch is one target extraction; how often
+its taps are reused is the collation's business.
 
 How: the rows of a bucket are dealt evenly to the fewest groups that hold them, so a micro-batch may have fewer rows
 than its bucket; the other slots are pads, which weigh nothing. Where a bucket has fewer rows than such micro-batches,

@@ -65,7 +65,7 @@ def arrangements(costs: Costs) -> list[Arrangement]:
 
 
 def reuses(costs: Costs) -> list[Arrangement]:
-    """The best use of as many devices as the plan has, for each `drafter.reuse`: one extraction feeds more micro-steps."""
+    """The best use of as many devices as the plan has, for each `drafter.reuse`."""
     placement = costs.plan.profile.placement
     used = len(set(placement.targets + placement.drafters))
     if used == 1:

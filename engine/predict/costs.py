@@ -1,7 +1,7 @@
-"""Milliseconds of every graph and copy: measured by a warm-up where there is one, else estimated from FLOPs and bytes.
+"""Milliseconds of every graph and copy: measured by a warm-up where there is one, else estimated.
 
-Promises: every figure says which it is. An estimate is FLOPs and bytes at what steps reach of a card's data sheet; where a
-warm-up measured other buckets of the same step, it is scaled by what that showed.
+Promises: every figure says which it is. An estimate is FLOPs and bytes at what steps reach of a card's data sheet;
+where a warm-up measured other buckets of the same step, it is scaled by what that showed.
 """
 
 import json
@@ -16,7 +16,7 @@ from draftgraph.engine.errors import UsageError
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.predict.cards import CARDS, DEFAULT, NETWORK_GB_S, REACHED_BYTES, Card, card_named, card_of
 
-# The optimizer kernel, per float32-mastered bf16 parameter: gradient read and zeroed, master and moments read and written.
+# The optimizer kernel, per bf16 parameter: gradient read and zeroed, master and moments read and written.
 OPTIMIZER_BYTES = 34
 # Measured: 2.0 ms of the data process for 49,152 tokens (profiles/results/prepare.json).
 COLLATE_MS_PER_TOKEN = 2.0 / 49152
@@ -73,10 +73,11 @@ def read_warmup(path: Path) -> dict[str, Any]:
     """
     try:
         evidence = json.loads(path.read_text())
-        return evidence.get("warmup") or evidence if "graphs" not in evidence else evidence  # a receipt may hold one
-    except (OSError, ValueError, AttributeError) as error:
+        evidence = evidence.get("warmup") or evidence  # a receipt holds one
+        return {"graphs": evidence["graphs"], "devices": evidence["devices"]}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise UsageError(
-            f"plan: cannot read {path}: {error}; `draftgraph warmup` writes one to its run folder"
+            f"plan: cannot read {path} ({error}); `draftgraph warmup` writes a warmup.json to its run folder"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from draftgraph.engine.config import PlacementSection
 from draftgraph.engine.plan import Plan
+from draftgraph.engine.predict.recompute import kept_bytes
 
 PARTS = ("weights", "gradients", "states", "inputs", "slots", "reduction", "pool")
 Bytes = dict[str, dict[str, int]]  # "target 0 on cuda:0" -> part -> bytes
@@ -19,9 +20,7 @@ def device_bytes(plan: Plan, placement: PlacementSection | None = None) -> Bytes
     parameters = shape.num_parameters
     state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
     draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)
-    # Kept for the backward: inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP.
-    heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
-    kept_per_token = shape.num_layers * (4 * shape.hidden_size + heads + 3 * shape.intermediate_size) * size
+    activations = kept_bytes(shape, draft_tokens, size, profile.drafter.recompute)
     logits = profile.drafter.chunk_slots * shape.vocab_size * size
     # Hidden, MLP and attention activations of one layer; a layer's are freed before the next.
     target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size
@@ -43,7 +42,7 @@ def device_bytes(plan: Plan, placement: PlacementSection | None = None) -> Bytes
             "inputs": inputs if placement.look_ahead else 0,
             "slots": inputs * placement.look_ahead,
             "reduction": parameters * 4 // num_drafters if num_drafters > 1 else 0,
-            "pool": draft_tokens * kept_per_token + logits,
+            "pool": activations + logits,
         }
     return roles
 

@@ -19,14 +19,19 @@ def show_plan(console: Console, values: Row) -> None:
         where = f"on {values['gpu']}" if values["gpu"] != "cpu" else "on this CPU"
         console.print(f"Milliseconds {where}; ~ is estimated from FLOPs and bytes, without it a warm-up measured.\n")
     console.print(columns_table("Predicted memory; the pool is an estimate", memory_rows(values)))
+    switch = values["recompute"]
+    console.print(
+        f"drafter.recompute is {'on' if switch['on'] else 'off'}: on, a micro-step of {switch['bucket']} keeps "
+        f"{bytes_text(switch['saves_bytes'])} less and takes about {switch['costs_ms']:.2f} ms more "
+        f"({switch['costs_flop_share']:.1%} of its FLOPs) where products reach {switch['at_tflops']:.0f} TFLOP/s.\n"
+    )
     if not times:
         console.print("No prediction of time: this is a CPU without a warm-up; name a --gpu or a --warmup.")
         return
     if values["fits"] is False:
         console.print(f"[bold red]More than {bytes_text(values['memory_limit_bytes'])} of one {values['gpu']}.[/]")
-    console.print(
-        columns_table("Predicted use of each lane's time", [lane_row(*item) for item in values["lanes"].items()])
-    )
+    lanes = [lane_row(*item) for item in values["lanes"].items()]
+    console.print(columns_table("Predicted use of each lane's time", lanes))
     console.print(
         f"{values['step_ms']:,.1f} ms a step, {values['tokens_per_s']:,.0f} real tokens/s "
         f"({values['figures']} figures), bound by {values['bound_by']}.\n"

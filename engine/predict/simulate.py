@@ -1,7 +1,7 @@
 """The schedule over devices that only keep time: the scheduler that trains, with lanes that take what graphs take.
 
-Promises: the order, the events and the look-ahead are those of a run, since it is the same code; what one step, copy and
-sum takes comes from `costs`. Kernels that share a GPU are taken to slow each other down by exactly their own time.
+Promises: the order, the events and the look-ahead are those of a run, since it is the same code; what one step, copy
+and sum takes comes from `costs`. Kernels that share a GPU are taken to slow each other down by exactly their own time.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ class SimulatedReduction(Reduction):
 
     def __init__(self, drafters: list[Any], costs: Costs, hosts: int):
         self.costs, self.hosts = costs, hosts
-        super().__init__(drafters, across=self if hosts > 1 else None)
+        super().__init__(drafters, across=self if hosts > 1 else None)  # type: ignore[arg-type]
 
     def take_buffers(self) -> None:
         pass
@@ -225,7 +225,7 @@ def simulate(
 
 
 def in_proportion(schedule: Schedule, num_batches: int) -> Iterator[MicroBatch]:
-    """Micro-batches of one host, side by side as the schedule deals them, of each bucket about as often as in an epoch."""
+    """Micro-batches of one host, dealt side by side, of each bucket about as often as in an epoch."""
     side_by_side = schedule.group // schedule.hosts
     num_groups = -(-num_batches // side_by_side)
     per_epoch = np.cumsum(schedule.batches_per_bucket)
@@ -237,12 +237,16 @@ def in_proportion(schedule: Schedule, num_batches: int) -> Iterator[MicroBatch]:
             yield MicroBatch(number * side_by_side + member, bucket, nothing, 0)
 
 
+def whole_name(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
 def simulated_rig(
     costs: Costs, placement: PlacementSection, hosts: int, clock: Clock
 ) -> tuple[Rig, list[SimulatedDevice]]:
     """A rig whose lanes only take time, and its devices."""
-    names = placement.targets + placement.drafters
-    devices = {name: SimulatedDevice(name, clock) for name in dict.fromkeys(names)}
+    names = dict.fromkeys(map(whole_name, placement.targets + placement.drafters))
+    devices = {name: SimulatedDevice(name, clock) for name in names}
     times: dict[tuple[str, str], float] = {
         **{("target", b.name): ms for b, ms in costs.target_ms.items()},
         **{("drafter", b.name): ms for b, ms in costs.drafter_ms.items()},
@@ -250,7 +254,7 @@ def simulated_rig(
     }
 
     def role(step: str, index: int, name: str) -> SimulatedRole:
-        device = devices[name]
+        device = devices[whole_name(name)]
         lane = SimulatedLane(f"{step} {index}", device, lambda step, bucket: times[step, bucket], name == "cpu")
         return SimulatedRole(lane, SimulatedBatch(device, costs), step)
 

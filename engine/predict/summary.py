@@ -1,4 +1,4 @@
-"""The summary of `draftgraph plan`: what is known of a run before a device is touched, and where each figure is from."""
+"""The summary of `draftgraph plan`: what is known of a run before a device is touched."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,7 @@ from draftgraph.engine.predict.arrange import COUNTS, Arrangement, arrangements,
 from draftgraph.engine.predict.cards import RESERVED_BYTES
 from draftgraph.engine.predict.costs import Costs, costs
 from draftgraph.engine.predict.memory import device_bytes, per_device
+from draftgraph.engine.predict.recompute import estimate
 from draftgraph.engine.predict.simulate import Outcome, simulate
 from draftgraph.engine.predict.timeline import draw_timeline
 
@@ -43,6 +44,7 @@ def summary(
         "row_efficiency": plan.schedule.row_efficiency,
         "target_flop_share": float(target / (target + drafter)),
         "device_bytes": roles,
+        "recompute": estimate(plan),
         "split": {"targets": len(placement.targets), "drafters": len(placement.drafters)},
         "bound_by": "target" if target > drafter else "drafter",
         "gpu": None,

@@ -37,10 +37,10 @@ def draw_timeline(intervals: Sequence[Interval], title: str, window_ms: float, p
             f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}"/><text x="{x + 17}" y="41">{kind}</text>'
         )
     bottom = TOP + ROW * len(streams)
-    for tick in range(TICKS + 1):
-        x = LEFT + tick / TICKS * window_ms * scale
-        lines.append(f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{bottom}" stroke="#ddd"/>')
-        lines.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick / TICKS * window_ms:,.0f}</text>')
+    for ms in (tick / TICKS * window_ms for tick in range(TICKS + 1)):
+        at = LEFT + ms * scale
+        lines.append(f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{bottom}" stroke="#ddd"/>')
+        lines.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{ms:,.0f}</text>')
     lines.append(f'<text x="{WIDTH - 20}" y="{bottom + 32}" text-anchor="end">milliseconds</text>')
     for row, stream in enumerate(streams):
         y = TOP + ROW * row

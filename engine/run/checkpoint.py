@@ -28,7 +28,7 @@ STATE, SCALARS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 FILES = (STATE, SCALARS)  # named by the manifest
 FORMAT, VERSION = "draftgraph-checkpoint", 1
 # What a resume may change: it is defined, and no longer gives the bits of an uninterrupted run.
-CHANGEABLE = ("optim.lr", "chunk_slots", "buckets", "placement.targets", "placement.drafters")
+CHANGEABLE = ("optim.lr", "chunk_slots", "buckets", "placement.targets", "placement.drafters", "placement.hosts")
 
 
 class Damage(Exception):
@@ -184,9 +184,8 @@ def check_identity(path: Path, identity: Mapping[str, Any], say: Callable[[str],
     made_of, ours = leaves({key: scalars.get(key) for key in identity}), leaves(identity)
     different = [key for key in {**ours, **made_of} if made_of.get(key) != ours.get(key)]
     for key in (key for key in different if key in CHANGEABLE):
-        say(
-            f"{key} is {ours[key]!r}, was {made_of[key]!r} at {path.name}: from here on not the bits of an unbroken run"
-        )
+        was = made_of.get(key)
+        say(f"{key} is {ours[key]!r}, was {was!r} at {path.name}: from here on not the bits of an unbroken run")
     refused = [
         f"{key} = {made_of.get(key)!r} (the profile gives {ours.get(key)!r})"
         for key in different

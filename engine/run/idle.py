@@ -4,7 +4,9 @@ Promises: no wait, no allocation in a step: events are made at the start, and re
 sample that is not read yet skips the next. On the CPU, where a lane is the host itself, nothing is measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from draftgraph.capture.lane import Lane
 from draftgraph.engine.run.streams import Event
@@ -14,6 +16,11 @@ HAND_OFF, REDUCTION, DATA, HOST = REASONS = ("hand-off", "reduction", "data", "h
 
 SAMPLE_EVERY = 10  # steps
 LATE_DATA_SECONDS = 1e-3  # the host had to wait: the queue of the data process was empty
+
+
+def p99_ms(seconds: Collection[float]) -> float | None:
+    """The wait that one in a hundred exceeds."""
+    return 1e3 * float(np.percentile(list(seconds), 99)) if seconds else None
 
 
 class Meter:
@@ -53,9 +60,8 @@ class Meter:
 
     def read(self) -> None:
         """Add up the sample, if all of it has happened."""
-        if not self.unread or not all(
-            self.events[name][len(labels) - 1].happened() for name, labels in self.labels.items()
-        ):
+        last = [self.events[name][len(labels) - 1] for name, labels in self.labels.items() if labels]
+        if not (self.unread and all(event.happened() for event in last)):
             return
         for name, labels in self.labels.items():
             for earlier, (later, label) in enumerate(zip(self.events[name][1:], labels[1:], strict=False)):

@@ -86,6 +86,7 @@ class DrafterLane:
 
     Args:
         index, count: this drafter owns slice `index` of `count` of the flat range.
+        hosts: that train together.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class DrafterLane:
         fill: Filler,
         index: int = 0,
         count: int = 1,
+        hosts: int = 1,
     ):
         self.parts, self.batch, self.device = parts, batch, device
         self.drafter = parts.drafter
@@ -116,8 +118,10 @@ class DrafterLane:
         # With several drafters the norms are exchanged between measuring and updating, outside the graphs.
         if count > 1:
             self.lane.add(self.flat_step("norm", self.optimizer.measure, {"norm": self.optimizer.norm_squared}))
+        self.checksums = None  # [D] int64, where there is a drafter to compare with
+        self.spans = [slice_of(self.flat.size, i, count) for i in range(count)]
+        if count * hosts > 1:
             self.checksums = torch.zeros(count, dtype=torch.int64, device=device)
-            self.spans = [slice_of(self.flat.size, i, count) for i in range(count)]
             self.lane.add(self.flat_step("checksum", self.sum_bits, {"checksums": self.checksums}))
         self.lane.add(self.flat_step("optimizer", self.update if count > 1 else self.measure_and_update, self.state()))
 
@@ -176,6 +180,7 @@ class DrafterLane:
     def sum_bits(self) -> None:
         """One integer per owned slice of the parameters; drafters whose bits agree have the same."""
         bits = self.flat.values.view(torch.int16 if self.flat.values.itemsize == 2 else torch.int32)
+        assert self.checksums is not None
         for index, (low, high) in enumerate(self.spans):
             self.checksums[index].copy_(bits[low:high].sum(dtype=torch.int64))
 

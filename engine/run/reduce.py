@@ -1,8 +1,8 @@
 """Gradient reduction over D drafters: each owns 1/D of the flat range, whatever devices they are on.
 
 Promises: the owner of a slice holds the sum of all drafters' gradients for it, added in drafter order (deterministic),
-then over hosts; every drafter ends a step with bit-equal parameters (run/equality.py checks). Copies and collectives stay
-outside the graphs. With one drafter on one host nothing is done.
+then over hosts; every drafter ends a step with bit-equal parameters (run/equality.py checks). Copies and collectives
+stay outside the graphs. With one drafter on one host nothing is done.
 NOTE: a copy between devices runs on the source's default stream and waits for the destination's current one, which has
 waited for every drafter in `meet`: so its source is complete too.
 """

@@ -33,7 +33,7 @@ class HandOffSlot:
 
 @dataclass(frozen=True)
 class Rig:
-    """`rings` is empty where one target and one drafter share a buffer. Lanes of simulated devices have the same shape."""
+    """`rings` is empty where one target and one drafter share a buffer. Simulated lanes have the same shape."""
 
     targets: Sequence[TargetLane]
     drafters: Sequence[DrafterLane]

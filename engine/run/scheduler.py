@@ -2,8 +2,8 @@
 
 Extraction k goes to target k mod T and to drafter k mod D, which makes `reuse` micro-steps of it; after `accumulate`
 micro-steps comes one optimizer step. Events on the devices order the work; the host waits only where the look-ahead is
-full, asleep. Same seed, same schedule, same bits. It knows lanes and buffers, and nothing of models or data; `plan` runs
-it over devices that only keep time.
+full, asleep. Same seed, same schedule, same bits. It knows lanes and buffers, and nothing of models or data; `plan`
+runs it over devices that only keep time.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
 """Devices that only keep time: streams and events over a clock, where a GPU has work, for the same scheduler.
 
 Promises: what is issued takes the milliseconds that it is told, in the order of streams and events; on one device
-work that was issued first goes first, later work fills the gaps that it leaves. The clock is virtual (a prediction: nothing
-sleeps) or the wall's (a rehearsal: whoever waits for an event sleeps until its time).
+work that was issued first goes first, later work fills the gaps that it leaves. The clock is virtual (a prediction:
+nothing sleeps) or the wall's (a rehearsal: whoever waits for an event sleeps until its time).
 """
 
 import time

@@ -18,7 +18,7 @@ from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import flush
 from draftgraph.engine.run.lanes import DrafterLane
-from draftgraph.engine.run.streams import Event, on
+from draftgraph.engine.run.streams import Event, Stream, on
 
 
 class Copied(Event):
@@ -28,8 +28,8 @@ class Copied(Event):
         super().__init__(device)
         self.held: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def hold(self, stream: torch.cuda.Stream | None) -> None:
-        if stream is None:
+    def hold(self, stream: Stream) -> None:
+        if not isinstance(stream, torch.cuda.Stream):
             return
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -175,3 +175,22 @@ class CheckpointWriter:
             # What ended the run first is what its user is told.
             if error is None:
                 raise
+
+
+class NoWriter(CheckpointWriter):
+    """On hosts that write no checkpoints: they go on at once. Owns nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.last_written = arguments[-1]
+
+    def save(self, step: int, micro_step: int, last: bool) -> Sequence[Event]:
+        return []
+
+    def poll(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def held_ms(self) -> list[float] | None:
+        return None
