@@ -7,7 +7,8 @@ from tiny import tiny_profile
 from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.build import build
 from draftgraph.engine.config import load_profile
-from draftgraph.engine.plan import device_bytes, make_plan
+from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict.memory import device_bytes
 from draftgraph.engine.plan import summary as plan_summary
 
 ON_GPU = {
