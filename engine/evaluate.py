@@ -101,7 +101,7 @@ class Evaluation:
         longest = max(len(question.ids) for question in self.questions)
         num_rows, slots = min(batch_size, len(by_length)), slots_for(longest, new_tokens, shape.block_size)
         target = CachedTarget(model, shape.target_layer_ids, num_rows, slots)
-        target.check_against_module(shape.block_size)
+        target.check_against_module()
         with target.device:
             drafter = Drafter(shape, 1).to(target.dtype)
         embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # type: ignore

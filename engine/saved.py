@@ -17,6 +17,7 @@ from draftgraph.engine.models.export import load_zlab
 from draftgraph.engine.models.target import load_config, load_model, load_tokenizer
 from draftgraph.engine.plan import drafter_shape
 from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.metrics import real_acceptances
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,28 @@ class SavedDrafter:
     profile: Profile | None  # of the run
 
 
-def load_saved(source: Path, say: Callable[[str], None] = lambda _: None) -> SavedDrafter:
-    """Read the newest good checkpoint of a run folder, or an exported drafter.
+def load_saved(
+    source: Path,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    best: bool = False,
+    checkpoint_step: int | None = None,
+) -> SavedDrafter:
+    """Read a checkpoint of a run folder, the newest good one, or an exported drafter.
 
     Args:
         say: receives which checkpoint it is, and which newer ones are damaged.
+        best: the checkpoint of the best real acceptance instead.
+        checkpoint_step: or that of this step.
     Raises:
         UsageError: the folder is neither. RunError, DataError: a file in it is damaged.
     """
     if (source / "profile.toml").is_file():
         profile = load_profile(str(source / "profile.toml"))
         shape = drafter_shape(profile, load_config(profile.target.model))
-        newest = checkpoint.newest(source / "checkpoints", say)
+        folder = source / "checkpoints"
+        step = best_step(source) if best else checkpoint_step
+        newest = checkpoint.newest(folder, say) if step is None else checkpoint.of_step(folder, step)
         scalars, tensors = checkpoint.read(newest)
         say(f"the drafter of step {scalars['step']} ({newest})")
         state = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
@@ -52,6 +63,22 @@ def load_saved(source: Path, say: Callable[[str], None] = lambda _: None) -> Sav
         raise UsageError(f"{source} is neither a run folder (profile.toml) nor an exported drafter (config.json)")
     found.drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     return found
+
+
+def best_step(run: Path) -> int:
+    """The step of the best real acceptance whose checkpoint is there.
+
+    Raises:
+        UsageError: the run measured none that it kept.
+    """
+    there = {checkpoint.step_of(path) for path in checkpoint.found(run / "checkpoints")}
+    measured = {step: real for step, real in real_acceptances(run / "metrics.jsonl").items() if step in there}
+    if not measured:
+        raise UsageError(
+            f"{run} holds no checkpoint whose real acceptance was measured; train with eval.every and "
+            "checkpoint.keep_best = true, or leave --best away"
+        )
+    return max(measured, key=lambda step: measured[step])
 
 
 def untrained(saved: SavedDrafter) -> Drafter:

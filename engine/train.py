@@ -208,6 +208,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
             scheduler.drain()
             health.look(tally.add(late.finished(wait=True)))
             plan.rows.check_unchanged()
+            writer.best_step = tally.best_step if profile.checkpoint.keep_best else 0
             scheduler.copied = writer.save(step, scheduler.micro_step, since)
 
         lines = PlainLines(console)
@@ -220,6 +221,10 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
                         while step < segment_end and not requests and not broken(watch, profile):
                             issue(scheduler, late, step + 1)
                             step += 1
+                            if engine.held_out and engine.held_out.due(step):
+                                best = tally.measured(step, engine.held_out.measure(step))
+                                if best and profile.checkpoint.keep_best:
+                                    requests.checkpoint = True
                             health.look(tally.add(late.finished()))
                             writer.poll()
                             if step % profile.log.every == 0:
@@ -252,6 +257,8 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "steps": step,
         "first_step": first_step,
         **tally.first_and_last(),
+        **tally.real_figures(),
+        "evaluation_seconds": engine.held_out.seconds if engine.held_out else None,
         "real_tokens_per_s": scheduler.real_tokens / seconds,
         "padding_efficiency": plan.padding_efficiency,
         "row_efficiency": plan.schedule.row_efficiency,

@@ -25,10 +25,19 @@ INTERFACE = {
     "train": ["profile", "--run", "--set", "--resume", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": [
-        *("source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--batch-size", "--temperature"),
+        *(
+            "source",
+            "--best",
+            "--target",
+            "--prompts",
+            "--num-prompts",
+            "--max-new-tokens",
+            "--batch-size",
+            "--temperature",
+        ),
         *("--dtype", "--untrained", "--json"),
     ],
-    "export": ["source", "--out", "--format", "--target", "--json"],
+    "export": ["source", "--best", "--out", "--format", "--target", "--json"],
     "regenerate": [
         *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
         *("--server", "--server-model", "--concurrency", "--timeout", "--retries", "--api-key-env", "--json"),

@@ -69,9 +69,9 @@ def fresh_drafter() -> Drafter:
 SETS = {"letters": ["a b c", "d e"], "others": ["f"]}
 
 
-def evaluation(tokenizer, sets=None, dtype=torch.float32, **options):
+def evaluation(tokenizer, sets=None, dtype=torch.float32, device="cpu", **options):
     options = {"new_tokens": 12, "batch_size": 2, **options}
-    return Evaluation(target(dtype), tokenizer, SHAPE, sets or SETS, **options)
+    return Evaluation(target(dtype).to(device), tokenizer, SHAPE, sets or SETS, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -137,29 +137,31 @@ class CachedTarget:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @torch.no_grad()
-    def check_against_module(self, num_tokens: int) -> None:
-        """Compare with the untouched module, its rows at different positions; leaves the caches reset.
-
-        Raises:
-            CaptureError: this family needs more than a loop over its layers.
-        """
+    def difference_from_module(self, num_tokens: int) -> float:
+        """Of logits, rows at different positions, from the untouched module's; leaves the caches reset."""
         generator = torch.Generator().manual_seed(0)
         length = min(len(self.slots), 2 * num_tokens + 2)
         ids = torch.randint(self.config.vocab_size, (self.num_rows, length), generator=generator).to(self.device)
-        positions = torch.zeros(self.num_rows, 1, dtype=torch.int64, device=self.device)
-        steps = torch.arange(num_tokens, device=self.device)
-        kept = torch.full_like(positions[:, 0], num_tokens)
+        steps = torch.arange(num_tokens, device=self.device).repeat(self.num_rows, 1)
+        kept = torch.full((self.num_rows,), num_tokens, device=self.device)
         kept[::2] -= 1
         self.reset()
-        self.forward(ids.gather(1, positions + steps), positions + steps)
+        self.forward(ids[:, :num_tokens], steps)
         self.commit(kept)
         positions = kept[:, None] + steps
         hidden, _ = self.forward(ids.gather(1, positions), positions)
         self.reset()
         expected = self.model(ids, use_cache=False).logits
         expected = expected.gather(1, positions[..., None].expand(-1, -1, expected.shape[-1]))
-        difference = worst_token_difference(self.logits(hidden), expected).item()
-        allowed = 5e-2 if self.dtype == torch.bfloat16 else 1e-3
+        return worst_token_difference(self.logits(hidden), expected).item()
+
+    def check_against_module(self) -> None:
+        """Refuse a family that needs more than a loop over its layers; rounding adds up over them all.
+
+        Raises:
+            CaptureError: with the family and the difference.
+        """
+        difference, allowed = self.difference_from_module(8), 0.15 if self.dtype == torch.bfloat16 else 0.02
         if not difference <= allowed:
             raise unsupported(
                 self.config, f"decoding it over static caches differs by {difference:.1e} (allowed {allowed:.0e})"

@@ -9,7 +9,7 @@ token): 1 to K tokens. The prompt's forwards and their one token are counted now
 beyond a row's limit are neither kept nor counted: a forward that emitted n tokens accepted n - 1 drafts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -68,6 +68,11 @@ class Rows:
 
     def answer(self, row: int) -> list[int]:
         return self.tokens[row, int(self.num_prompt[row]) : int(self.length[row])].tolist()
+
+
+def chunks_of(prompts: Sequence[Tensor]) -> int:
+    """Forwards that fill the caches with the longest of the prompts."""
+    return -(-max(map(len, prompts)) // CHUNK)
 
 
 def slots_for(longest_prompt: int, new_tokens: int, block_size: int) -> int:
@@ -249,29 +254,30 @@ class DecodeLane:
     # What verifies it.
 
     def step(self, name: str, run: Callable[[], None], num_tokens: int) -> Step:
-        state = self.state()
         config = self.target.config
         return Step(
             step=name,
             bucket="",
             run=run,
-            inputs={**state, **self.frozen()},
-            outputs=state,
+            inputs=self.inputs(),
+            outputs={**self.written(), **self.target.tensors, **self.drafter.tensors},
             fill=self.fill,
             predicted_bytes=self.target.num_rows * num_tokens * (config.hidden_size + config.vocab_size),
         )
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that a step writes."""
-        own = {"block": self.block, "unfinished": self.unfinished, "drafted": self.drafted}
-        return {**self.rows.named(), **own, **self.target.tensors, **self.drafter.tensors}
-
-    def frozen(self) -> Mapping[str, Tensor]:
+    def written(self) -> dict[str, Tensor]:
+        """What a step writes beside the caches."""
         return {
-            "embedding": self.drafter.embedding,
-            "lm_head": self.drafter.lm_head,
-            "fc": self.drafter.drafter.fc.weight,
+            **self.rows.named(),
+            "block": self.block,
+            "unfinished": self.unfinished,
+            "drafted": self.drafted,
         }
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What is guarded: all but the caches, which nobody else holds."""
+        weights = {"embedding": self.drafter.embedding, "lm_head": self.drafter.lm_head}
+        return {**self.written(), **weights, "fc": self.drafter.drafter.fc.weight, "uniform": self.uniform}
 
     def fill(self, number: int) -> None:
         """Rows in the middle of their prompts or answers, caches of noise."""

@@ -45,6 +45,7 @@ class CheckpointWriter:
         self.folder, self.log, self.drafters = folder, log, drafters
         self.identity, self.keep = identity, keep
         self.last_step = self.last_written = last_step
+        self.best_step = 0  # whose checkpoint stays beside the newest ones; 0: none
         self.pause_ms_max = 0.0
         flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
         self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
@@ -120,7 +121,7 @@ class CheckpointWriter:
             updates, skipped = (int(count) for count in self.counts)
             scalars = {**position, "updates": updates, "skipped": skipped, **self.identity}
             flush(self.log)
-            checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep)
+            checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep, self.best_step)
             self.last_written = position["step"]
         except OSError as error:
             self.error = RunError(
