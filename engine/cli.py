@@ -41,6 +41,13 @@ def positive(text: str) -> int:
     return value
 
 
+def budget(text: str) -> int:
+    value = int(text)
+    if not 16 <= value <= 256:
+        raise argparse.ArgumentTypeError(f"takes a number of nodes from 16 to 256, found {value}")
+    return value
+
+
 def share(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
@@ -175,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--max-new-tokens", type=positive, default=64, help="per prompt (%(default)s)")
     sub.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts at once (%(default)s)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    sub.add_argument("--tree", type=budget, metavar="BUDGET", help="draft trees of 16 to 256 nodes as well (DDTree)")
     sub.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="(default: on a GPU what the run trained with, else float32)"
     )

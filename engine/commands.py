@@ -101,6 +101,8 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
 
     if args.temperature < 0:
         raise UsageError(f"--temperature is 0 (greedy) or more, found {args.temperature}")
+    if args.temperature and args.tree:
+        raise UsageError("--tree decodes greedily; leave --temperature away")
     saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False), best=args.best)
     options = EvalOptions(
         args.prompts,
@@ -108,6 +110,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
         args.max_new_tokens,
         args.batch_size,
         args.temperature,
+        args.tree or 0,
         args.dtype or "",
         args.untrained,
     )

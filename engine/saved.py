@@ -102,6 +102,7 @@ class EvalOptions:
     new_tokens: int = 64
     batch_size: int = 8
     temperature: float = 0.0  # 0: greedy
+    tree_budget: int = 0  # nodes of a tree; 0: chains alone
     dtype: str = ""  # "": on a GPU what the run trained with, else float32
     untrained: bool = False  # evaluate the drafter of before step 1 as well
 
@@ -135,6 +136,7 @@ def evaluate_saved(saved: SavedDrafter, target: str, options: EvalOptions, conso
         new_tokens=options.new_tokens,
         batch_size=options.batch_size,
         temperature=options.temperature,
+        tree_budget=options.tree_budget,
         console=console,
     )
     before = evaluation.measure(untrained(saved)) if options.untrained else None

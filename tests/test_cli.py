@@ -35,7 +35,7 @@ INTERFACE = {
             "--batch-size",
             "--temperature",
         ),
-        *("--dtype", "--untrained", "--json"),
+        *("--tree", "--dtype", "--untrained", "--json"),
     ],
     "export": ["source", "--best", "--out", "--format", "--target", "--json"],
     "regenerate": [

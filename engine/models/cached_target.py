@@ -29,6 +29,13 @@ class SlotCache:
         self.values.scatter_(2, index, values)
         return self.keys, self.values
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots [R, n] to other slots [R, n] of their rows."""
+        for cache in (self.keys, self.values):
+            shape = (-1, cache.shape[1], -1, cache.shape[3])
+            moved = cache.gather(2, source[:, None, :, None].expand(shape))
+            cache.scatter_(2, target[:, None, :, None].expand(shape), moved)
+
 
 class CachedTarget:
     """A causal LM of transformers over caches of `num_rows` rows and `num_slots` tokens.
@@ -86,19 +93,25 @@ class CachedTarget:
             cache.memory.zero_()
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None, visible: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor | None = None,
+        visible: Tensor | None = None,
+        slot_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run n tokens of every row.
 
         Args:
             tokens, positions: [R, n] int64.
             slots: [R, n] int64, where their keys and values go; default: their positions.
-            visible: [R, n, slots] bool, which slots a token sees; default: those up to its own. Full layers only.
+            visible: [R, n, slots] bool, which slots a token sees; default: those up to its own.
+            slot_positions: [R, slots] int64, of what the slots hold; default: their numbers.
         Returns:
             hidden states [R, n, D] after the last norm; taps [R, n, N*D].
         """
         slots = positions if slots is None else slots
-        masks = self.masks(positions, visible)
+        masks = self.masks(positions, visible, self.slots if slot_positions is None else slot_positions[:, None])
         rope = {kind: (cos[0][positions], sin[0][positions]) for kind, (cos, sin) in self.rope.items()}
         x, taps = self.decoder.embed_tokens(tokens), []
         for i, (layer, kind, cache) in enumerate(zip(self.decoder.layers, self.kinds, self.caches, strict=True)):
@@ -114,12 +127,12 @@ class CachedTarget:
                 taps.append(x)
         return self.decoder.norm(x), torch.cat(taps, -1) if taps else x[..., :0]
 
-    def masks(self, positions: Tensor, visible: Tensor | None) -> dict[str, Tensor]:
+    def masks(self, positions: Tensor, visible: Tensor | None, slot_positions: Tensor) -> dict[str, Tensor]:
         """[R, 1, n, slots] of each kind of attention, bool, or to be added to the scores."""
         full = self.slots <= positions[..., None] if visible is None else visible
         masks = {"full_attention": full}
         if "sliding_attention" in self.kinds:
-            masks["sliding_attention"] = full & (self.slots > positions[..., None] - self.window)
+            masks["sliding_attention"] = full & (slot_positions > positions[..., None] - self.window)
         if self.additive:
             low = torch.finfo(self.dtype).min
             return {k: torch.zeros_like(m, dtype=self.dtype).masked_fill_(~m, low)[:, None] for k, m in masks.items()}
