@@ -15,11 +15,13 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
+from draftgraph.capture.lane import Lane
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.data.collate import collate
 from draftgraph.engine.data.loader import Loader
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
+from draftgraph.engine.held_out import HeldOut
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.ops import require_fast_ops
 from draftgraph.engine.models.released import initialise, require_same_shape
@@ -94,6 +96,12 @@ class Engine:
     targets: list[Target]
     schedule: Schedule
     data: VerificationData
+    held_out: HeldOut | None
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """All that is warmed up and captured: those that train, and the one that evaluates."""
+        return self.rig.lanes + ([self.held_out.decoder.lane] if self.held_out else [])
 
     @property
     def devices(self) -> list[torch.device]:
@@ -138,7 +146,7 @@ class Engine:
                         torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())
 
     def close(self) -> None:
-        for lane in self.rig.lanes:
+        for lane in self.lanes:
             lane.close()
 
 
@@ -163,11 +171,18 @@ def load_targets(
         CaptureError: the target's family cannot be run by this engine.
     """
     section, layers = plan.profile.target, plan.shape.target_layer_ids
+    if section.precision == "fp8" and plan.profile.eval.every:
+        raise UsageError(
+            "profile: the weights of target.precision = 'fp8' cannot decode the prompts of [eval]; write "
+            "eval.every = 0, and evaluate checkpoints with `draftgraph eval`"
+        )
+    # A model that decodes keeps its norm and lm_head too.
+    last = None if plan.profile.eval.every else plan.last_layer
     models: dict[torch.device, Any] = {}
     for device in dict.fromkeys(devices):
         say(f"loading {section.model} on {device}")
         since, source = time.perf_counter(), next(iter(models.values()), None)
-        arguments = (DTYPES[section.dtype], device, plan.profile.run.seed, max(layers), source, progress)
+        arguments = (DTYPES[section.dtype], device, plan.profile.run.seed, last, source, progress)
         models[device] = load_model(section.model, *arguments)
         size = sum(parameter.nbytes for parameter in models[device].parameters())
         say(f"loaded {bytes_text(size)} in {time.perf_counter() - since:.1f} s")
@@ -254,4 +269,5 @@ def build(
         host_slots=[],
         buckets=plan.buckets,
     )
-    return Engine(plan, rig, targets, plan.schedule, data)
+    held_out = HeldOut(plan, targets[0], drafter_lanes[0]) if profile.eval.every else None
+    return Engine(plan, rig, targets, plan.schedule, data, held_out)

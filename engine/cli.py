@@ -49,6 +49,13 @@ def row_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def budget(text: str) -> int:
+    value = int(text)
+    if not 16 <= value <= 256:
+        raise argparse.ArgumentTypeError(f"takes a number of nodes from 16 to 256, found {value}")
+    return value
+
+
 def share(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
@@ -188,6 +195,9 @@ def parser() -> argparse.ArgumentParser:
         "example: draftgraph eval runs/first --prompts human-eval questions.jsonl --untrained",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument(
+        "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
+    )
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
     sub.add_argument(
         "--prompts",
@@ -200,6 +210,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--max-new-tokens", type=positive, default=64, help="per prompt (%(default)s)")
     sub.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts at once (%(default)s)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    sub.add_argument("--tree", type=budget, metavar="BUDGET", help="draft trees of 16 to 256 nodes as well (DDTree)")
     sub.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="(default: on a GPU what the run trained with, else float32)"
     )
@@ -212,6 +223,9 @@ def parser() -> argparse.ArgumentParser:
         "example: draftgraph export runs/first --out drafter",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument(
+        "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
+    )
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     sub.add_argument(
         "--format",

@@ -112,13 +112,16 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
 
     if args.temperature < 0:
         raise UsageError(f"--temperature is 0 (greedy) or more, found {args.temperature}")
-    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
+    if args.temperature and args.tree:
+        raise UsageError("--tree decodes greedily; leave --temperature away")
+    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False), best=args.best)
     options = EvalOptions(
         args.prompts,
         args.num_prompts,
         args.max_new_tokens,
         args.batch_size,
         args.temperature,
+        args.tree or 0,
         args.dtype or "",
         args.untrained,
     )
@@ -134,7 +137,7 @@ def export(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.saved import card_facts, load_saved
 
     source = Path(args.source)
-    saved = load_saved(source, lambda line: console.print(line, markup=False))
+    saved = load_saved(source, lambda line: console.print(line, markup=False), best=args.best)
     target = args.target or saved.target
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")

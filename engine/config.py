@@ -115,11 +115,20 @@ class CaptureSection:
 class CheckpointSection:
     every: int = 100  # steps; 0: only at the end
     keep: int = 2
+    keep_best: bool = False  # and the one of the best real acceptance, which is written as soon as it is measured
 
 
 @dataclass(frozen=True)
 class LogSection:
     every: int = 10  # steps
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    every: int = 0  # steps between evaluations by real decoding during the run; 0: none
+    prompts: str = ""  # .jsonl or .txt file, or a shipped one's name; empty: the beginnings of the data's first rows
+    count: int = 8  # the first so many
+    new_tokens: int = 48  # of an answer, at most
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,7 @@ class Profile:
     capture: CaptureSection = CaptureSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    eval: EvalSection = EvalSection()
 
 
 LARGEST = 2**31
@@ -154,6 +164,7 @@ POSITIVE = {
     "capture": ["warmup_rounds", "verify_rounds"],
     "checkpoint": ["keep"],
     "log": ["every"],
+    "eval": ["count", "new_tokens"],
 }
 
 
@@ -172,6 +183,7 @@ NOT_NEGATIVE = {
     "placement": ["look_ahead"],
     "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
     "checkpoint": ["every"],
+    "eval": ["every"],
 }
 
 
@@ -305,6 +317,8 @@ def check(profile: Profile) -> None:
             'profile: capture.mode = "graph" needs a CUDA device for every target and drafter; write capture.mode = '
             '"eager" for the CPU, or place all of them on "cuda:0"'
         )
+    if profile.checkpoint.keep_best and not profile.eval.every:
+        raise UsageError("profile: checkpoint.keep_best needs evaluations during the run; set eval.every, in steps")
     for name in capture.allow_fallback:
         if name not in ("fla", "causal_conv1d"):
             raise UsageError(f"profile: capture.allow_fallback takes fla and causal_conv1d, found {name!r}")

@@ -21,6 +21,7 @@ from draftgraph.engine.models.cached_target import CachedTarget
 from draftgraph.engine.models.drafter import Drafter, DrafterShape
 from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run.decoding import DecodeLane, slots_for
+from draftgraph.engine.run.tree_decoding import TreeLane
 
 MOST_DIFFERENCES = 10  # that a summary names
 
@@ -71,9 +72,10 @@ class Evaluation:
         new_tokens: of an answer, at most.
         batch_size: rows decoded together.
         temperature: 0 is greedy.
+        tree_budget: nodes of a tree of drafts, which is decoded with beside the chain; 0: no trees.
         console: for the bars; None: no bar.
     Raises:
-        CaptureError: the target's family cannot be decoded over static caches.
+        CaptureError: the target's family cannot be decoded over static caches. UsageError: nor its states with trees.
     Owns: caches for batch_size rows, and the graphs.
     """
 
@@ -87,6 +89,7 @@ class Evaluation:
         new_tokens: int,
         batch_size: int,
         temperature: float = 0.0,
+        tree_budget: int = 0,
         console: Console | None = None,
     ):
         self.new_tokens, self.temperature, self.console = new_tokens, temperature, console
@@ -99,19 +102,25 @@ class Evaluation:
         by_length = sorted(range(len(self.questions)), key=lambda i: len(self.questions[i].ids))
         self.batches = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
         longest = max(len(question.ids) for question in self.questions)
-        num_rows, slots = min(batch_size, len(by_length)), slots_for(longest, new_tokens, shape.block_size)
+        num_rows, slots = min(batch_size, len(by_length)), slots_for(longest, new_tokens, shape.block_size, tree_budget)
         target = CachedTarget(model, shape.target_layer_ids, num_rows, slots)
-        target.check_against_module(shape.block_size)
+        target.check_against_module()
         with target.device:
             drafter = Drafter(shape, 1).to(target.dtype)
         embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # type: ignore
         mode = "graph" if target.device.type == "cuda" else "eager"
         stops = sorted(stop_tokens(model, tokenizer))
         cached = CachedDrafter(drafter, embedding, lm_head, num_rows, slots)
-        self.decoder = DecodeLane("eval", target, cached, stops, mode, temperature)
+        self.decoder: DecodeLane
+        if tree_budget:
+            self.decoder = TreeLane(tree_budget, "eval", target, cached, stops, mode)
+        else:
+            self.decoder = DecodeLane("eval", target, cached, stops, mode, temperature)
         self.exact = target.dtype == torch.float32 and not temperature
         self.plain: Answers | None = None
-        self.reference: Answers | None = None
+        # Of greedy answers, by the step that verifies: one token at a time in its shapes.
+        self.references: dict[str, Answers] = {}
+        self.tree_budget = tree_budget
         ready(self.decoder)
 
     def measure(self, drafter: Drafter) -> dict[str, Any]:
@@ -121,35 +130,54 @@ class Evaluation:
             acceptance, acceptance_per_slot (K-1 shares of the verify forwards), prompts, identical_to_greedy (None for
             sampled answers), tokens_per_s, tokens_per_s_plain (answer tokens over seconds, the prompts' forwards
             included); `sets`, the same for each set of prompts; `different_from_one_token`, how many answers differ
-            from ordinary decoding, and `first_differences`. What no forward measured is None.
+            from ordinary decoding, and `first_differences`; with trees `tree`, the same for them, and
+            `tree_over_chain`, the acceptance of one over the other. What no forward measured is None.
         """
         if self.plain is None:
-            self.plain = self.answers("plain decoding", step="one")
-            # In bfloat16 another shape may round a tie differently: the reference takes those of the verify forwards.
-            self.reference = self.plain if self.exact else None
-            if self.reference is None and not self.temperature:
-                self.reference = self.answers("plain decoding, K tokens at a time", emit_one=True)
+            self.plain = self.answers("plain decoding", "one")
         self.decoder.drafter.drafter.load_state_dict(drafter.state_dict())
-        found = self.answers("speculative decoding")
-        everything = range(len(self.questions))
-        names = dict.fromkeys(question.set_name for question in self.questions)
-        sets = {name: [i for i in everything if self.questions[i].set_name == name] for name in names}
-        differences = [] if self.temperature else self.differences(found, self.plain)
-        return {
-            **self.figures(found, list(everything)),
-            "tokens_per_s": found.tokens_per_s,
+        summary = {
+            **self.speculate("verify", "speculative decoding"),
             "tokens_per_s_plain": self.plain.tokens_per_s,
-            "sets": [{"name": name, **self.figures(found, members)} for name, members in sets.items()],
-            "different_from_one_token": None if self.temperature else len(differences),
-            "first_differences": differences[:MOST_DIFFERENCES],
             "batch_size": self.decoder.target.num_rows,
             "temperature": self.temperature,
         }
+        if self.tree_budget:
+            tree = self.speculate("verify tree", "speculative decoding of trees")
+            summary["tree"] = {"budget": self.tree_budget, **tree}
+            both = summary["acceptance"] and tree["acceptance"]
+            summary["tree_over_chain"] = tree["acceptance"] / summary["acceptance"] if both else None
+        return summary
 
-    def figures(self, found: Answers, members: list[int]) -> dict[str, Any]:
+    def speculate(self, step: str, what: str) -> dict[str, Any]:
+        """Figures of all questions and of each set, for drafts that `step` verifies."""
+        assert self.plain is not None
+        found, everything = self.answers(what, step), range(len(self.questions))
+        reference, differences = None, []
+        if not self.temperature:
+            reference, differences = self.reference(step), self.differences(found, self.plain)
+        names = dict.fromkeys(question.set_name for question in self.questions)
+        sets = {name: [i for i in everything if self.questions[i].set_name == name] for name in names}
+        return {
+            **self.figures(found, list(everything), reference),
+            "tokens_per_s": found.tokens_per_s,
+            "sets": [{"name": name, **self.figures(found, members, reference)} for name, members in sets.items()],
+            "different_from_one_token": None if self.temperature else len(differences),
+            "first_differences": differences[:MOST_DIFFERENCES],
+        }
+
+    def reference(self, step: str) -> Answers:
+        """Plain answers; in bfloat16, where another shape may round a tie differently, in the shapes of `step`."""
+        assert self.plain is not None
+        if step not in self.references:
+            shaped = None if self.exact else self.answers("plain decoding in the shapes of drafts", step, emit_one=True)
+            self.references[step] = shaped or self.plain
+        return self.references[step]
+
+    def figures(self, found: Answers, members: list[int], reference: Answers | None) -> dict[str, Any]:
         """Of some of the questions."""
         forwards, *accepted = (sum(column) for column in zip(*(found.counts[i] for i in members), strict=True))
-        same = None if self.reference is None else all(found.tokens[i] == self.reference.tokens[i] for i in members)
+        same = None if reference is None else all(found.tokens[i] == reference.tokens[i] for i in members)
         return {
             "acceptance": 1 + sum(accepted) / forwards if forwards else None,
             "acceptance_per_slot": [count / forwards if forwards else None for count in accepted],
@@ -168,7 +196,7 @@ class Evaluation:
                 different.append({"set": question.set_name, "prompt": question.index, "token": position})
         return different
 
-    def answers(self, what: str, step: str = "verify", emit_one: bool = False) -> Answers:
+    def answers(self, what: str, step: str, emit_one: bool = False) -> Answers:
         """Decode all questions in one way."""
         empty = [[] for _ in self.questions]  # type: ignore[var-annotated]
         found, decoder = Answers(list(empty), list(empty), []), self.decoder

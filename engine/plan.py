@@ -69,9 +69,13 @@ class Plan:
     @cached_property
     def target_bytes(self) -> int:
         """Bytes of the target's weights on a device."""
-        section, last_tap = self.profile.target, max(self.shape.target_layer_ids)
-        size = 2 if section.dtype == "bfloat16" else 4
-        return weight_bytes(decoder_on_meta(self.target_config), last_tap, size, section.precision)
+        section, size = self.profile.target, 2 if self.profile.target.dtype == "bfloat16" else 4
+        return weight_bytes(decoder_on_meta(self.target_config), self.last_layer, size, section.precision)
+
+    @property
+    def last_layer(self) -> int:
+        """Of the target's layers, the last that is loaded: that of the last tap, or all where the run decodes."""
+        return self.target_config.num_hidden_layers - 1 if self.profile.eval.every else max(self.shape.target_layer_ids)
 
     @property
     def accumulate(self) -> int:

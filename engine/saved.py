@@ -20,6 +20,7 @@ from draftgraph.engine.models.target import load_config, load_model, load_tokeni
 from draftgraph.engine.plan import drafter_shape
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import write_text
+from draftgraph.engine.run.metrics import real_acceptances
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,28 @@ class SavedDrafter:
     profile: Profile | None  # of the run
 
 
-def load_saved(source: Path, say: Callable[[str], None] = lambda _: None) -> SavedDrafter:
-    """Read the newest good checkpoint of a run folder, or an exported drafter.
+def load_saved(
+    source: Path,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    best: bool = False,
+    checkpoint_step: int | None = None,
+) -> SavedDrafter:
+    """Read a checkpoint of a run folder, the newest good one, or an exported drafter.
 
     Args:
         say: receives which checkpoint it is, and which newer ones are damaged.
+        best: the checkpoint of the best real acceptance instead.
+        checkpoint_step: or that of this step.
     Raises:
         UsageError: the folder is neither. RunError, DataError: a file in it is damaged.
     """
     if (source / "profile.toml").is_file():
         profile = load_profile(str(source / "profile.toml"))
         shape = drafter_shape(profile, load_config(profile.target.model))
-        newest = checkpoint.newest(source / "checkpoints", say)
+        folder = source / "checkpoints"
+        step = best_step(source) if best else checkpoint_step
+        newest = checkpoint.newest(folder, say) if step is None else checkpoint.of_step(folder, step)
         scalars, tensors = checkpoint.read(newest)
         say(f"the drafter of step {scalars['step']} ({newest})")
         state = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
@@ -55,6 +66,22 @@ def load_saved(source: Path, say: Callable[[str], None] = lambda _: None) -> Sav
         raise UsageError(f"{source} is neither a run folder (profile.toml) nor an exported drafter (config.json)")
     found.drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     return found
+
+
+def best_step(run: Path) -> int:
+    """The step of the best real acceptance whose checkpoint is there.
+
+    Raises:
+        UsageError: the run measured none that it kept.
+    """
+    there = {checkpoint.step_of(path) for path in checkpoint.found(run / "checkpoints")}
+    measured = {step: real for step, real in real_acceptances(run / "metrics.jsonl").items() if step in there}
+    if not measured:
+        raise UsageError(
+            f"{run} holds no checkpoint whose real acceptance was measured; train with eval.every and "
+            "checkpoint.keep_best = true, or leave --best away"
+        )
+    return max(measured, key=lambda step: measured[step])
 
 
 def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]:
@@ -73,8 +100,10 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
     for path in sorted(source.glob("eval-*.json")):
         found = json.loads(path.read_text())
         if found["step"] == saved.step:
-            name = f"acceptance length, {found['prompts']} prompts of {found['prompt_set']}"
-            facts[name] = f"{found['acceptance']:.3f}"
+            how = f", sampled at {found['temperature']}" if found["temperature"] else ""
+            for prompts in found["sets"]:
+                name = f"acceptance length, {prompts['prompts']} prompts of {Path(prompts['name']).name}{how}"
+                facts[name] = f"{prompts['acceptance']:.3f}"
     if (source / "receipt.json").is_file():
         facts["SHA-256 of the run's receipt.json"] = checkpoint.digest(source / "receipt.json")
     return facts
@@ -83,10 +112,8 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
 def keep_evaluation(source: Path, saved: SavedDrafter, summary: dict[str, Any]) -> None:
     """Write the evaluation of a run's drafter into its folder, where the model card finds it."""
     if saved.profile is not None:
-        name = f"eval-{Path(summary['prompt_set']).stem}.json"
-        write_text(
-            source / name, json.dumps({**summary, "prompt_set": Path(summary["prompt_set"]).name}, indent=1) + "\n"
-        )
+        name = "-".join(["eval", *(Path(prompts["name"]).stem for prompts in summary["sets"])])
+        write_text(source / f"{name}.json", json.dumps(summary, indent=1) + "\n")
 
 
 def untrained(saved: SavedDrafter) -> Drafter:
@@ -110,6 +137,7 @@ class EvalOptions:
     new_tokens: int = 64
     batch_size: int = 8
     temperature: float = 0.0  # 0: greedy
+    tree_budget: int = 0  # nodes of a tree; 0: chains alone
     dtype: str = ""  # "": on a GPU what the run trained with, else float32
     untrained: bool = False  # evaluate the drafter of before step 1 as well
 
@@ -143,6 +171,7 @@ def evaluate_saved(saved: SavedDrafter, target: str, options: EvalOptions, conso
         new_tokens=options.new_tokens,
         batch_size=options.batch_size,
         temperature=options.temperature,
+        tree_budget=options.tree_budget,
         console=console,
     )
     before = evaluation.measure(untrained(saved)) if options.untrained else None

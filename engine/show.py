@@ -153,6 +153,10 @@ def show_evaluation(console: Console, values: dict[str, Any]) -> None:
         }
         for row in values["sets"]
     ]
+    if tree := values.get("tree"):
+        for row, other in zip(rows, tree["sets"], strict=True):
+            row[f"tree of {tree['budget']}"] = cell("", other["acceptance"])
+            row["as greedy "] = {True: "yes", False: "NO", None: "-"}[other["identical_to_greedy"]]
     console.print(columns_table("tokens per verify forward, the bonus token counted", rows))
     if count := values["different_from_one_token"]:
         first = values["first_differences"][0]

@@ -193,6 +193,7 @@ def run(
                 scheduler.drain()
                 look(wait=True)
             plan.rows.check_unchanged()
+            writer.best_step = tally.best_step if profile.checkpoint.keep_best else 0
             scheduler.copied = writer.save(step, step * profile.optim.accumulate, last=not goes_on)
             if goes_on:
                 pauses.append(1e3 * (time.perf_counter() - since))
@@ -210,6 +211,10 @@ def run(
                             step += 1
                             equality.after(step)
                             hosts.exchange(requests)
+                            if engine.held_out and engine.held_out.due(step):
+                                best = tally.measured(step, engine.held_out.measure(step))
+                                if best and profile.checkpoint.keep_best:
+                                    hosts.heard.checkpoint = True
                             look()
                             pace.look(tally.last)
                             writer.poll()
@@ -247,6 +252,8 @@ def run(
         "steps": step,
         "first_step": first_step,
         **tally.first_and_last(),
+        **tally.real_figures(),
+        "evaluation_seconds": engine.held_out.seconds if engine.held_out else None,
         "real_tokens_per_s": sum(n for (n,) in hosts.gathered([scheduler.real_tokens])) / seconds,
         "padding_efficiency": plan.padding_efficiency,
         "row_efficiency": plan.schedule.row_efficiency,

@@ -59,7 +59,7 @@ def warm_up(
         CaptureError: padding leaks, or an op is not implemented as the profile demands.
     """
     section = engine.plan.profile.capture
-    lanes, captured = engine.rig.lanes, section.mode == "graph"
+    lanes, captured = engine.lanes, section.mode == "graph"
     phases = Phases(progress, total=4 if captured else 3)
     worst, references = None, None
     try:

@@ -19,15 +19,15 @@ def taps_of(model, row, target_layer_ids):
 
 
 @torch.no_grad()
-def drafts_of(model, drafter, taps, row, start):
-    """The drafts of the block whose anchor is at `start`, [K-1], by the forward that training runs."""
+def draft_logits(model, drafter, taps, row, start):
+    """[K-1, V] of the block whose anchor is at `start`, by the forward that training runs."""
     shape = drafter.shape
     tokens = torch.full((1, 1, shape.block_size), shape.mask_token_id)
     tokens[..., 0] = row[start]
     embeddings = F.embedding(tokens, model.get_input_embeddings().weight)
     anchor, valid = torch.tensor([[start]], dtype=torch.int32), torch.ones(1, 1, dtype=torch.bool)
     hidden = drafter(taps[:, :start], embeddings, anchor, valid)
-    return model.get_output_embeddings()(hidden[0, 0, 1:]).argmax(-1).tolist()
+    return model.get_output_embeddings()(hidden[0, 0, 1:])
 
 
 def speculative(model, drafter, prompt, new_tokens, stops=frozenset(), drafts=None):
@@ -46,7 +46,7 @@ def speculative(model, drafter, prompt, new_tokens, stops=frozenset(), drafts=No
         len(prompt),
     )
     while start < len(row) - 1:
-        proposed = drafts(start) if drafts else drafts_of(model, drafter, taps, row, start)
+        proposed = drafts(start) if drafts else draft_logits(model, drafter, taps, row, start).argmax(-1).tolist()
         accepted = 0
         for draft, said in zip(proposed, row[start + 1 : -1].tolist(), strict=False):
             if draft != said:

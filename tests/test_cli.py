@@ -27,10 +27,19 @@ INTERFACE = {
     "train": ["profile", "--run", "--set", "--resume", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": [
-        *("source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--batch-size", "--temperature"),
-        *("--dtype", "--untrained", "--json"),
+        *(
+            "source",
+            "--best",
+            "--target",
+            "--prompts",
+            "--num-prompts",
+            "--max-new-tokens",
+            "--batch-size",
+            "--temperature",
+        ),
+        *("--tree", "--dtype", "--untrained", "--json"),
     ],
-    "export": ["source", "--out", "--format", "--target", "--json"],
+    "export": ["source", "--best", "--out", "--format", "--target", "--json"],
     "regenerate": [
         *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
         *("--server", "--server-model", "--concurrency", "--timeout", "--retries", "--api-key-env", "--json"),
@@ -319,7 +328,9 @@ def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
     digest = hashlib.sha256((run / "receipt.json").read_bytes()).hexdigest()
     assert "| steps | 6 |" in card and digest in card and "| data | 24 rows, " in card
     (run / "eval-questions.json").write_text(
-        json.dumps({"step": 6, "prompts": 3, "prompt_set": "questions.jsonl", "acceptance": 2.5})
+        json.dumps(
+            {"step": 6, "temperature": 0.0, "sets": [{"name": "a/questions.jsonl", "prompts": 3, "acceptance": 2.5}]}
+        )
     )
     (run / "eval-of-an-earlier-step.json").write_text(json.dumps({"step": 3}))
     arguments = ["export", str(run), "--format", "speculators", "--out", str(tmp_path / "other"), "--json"]

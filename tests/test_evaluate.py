@@ -69,9 +69,9 @@ def fresh_drafter() -> Drafter:
 SETS = {"letters": ["a b c", "d e"], "others": ["f"]}
 
 
-def evaluation(tokenizer, sets=None, dtype=torch.float32, **options):
+def evaluation(tokenizer, sets=None, dtype=torch.float32, device="cpu", **options):
     options = {"new_tokens": 12, "batch_size": 2, **options}
-    return Evaluation(target(dtype), tokenizer, SHAPE, sets or SETS, **options)
+    return Evaluation(target(dtype).to(device), tokenizer, SHAPE, sets or SETS, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,6 +93,22 @@ def test_a_set_has_the_figures_of_its_own_prompts_whatever_shares_its_batch(toke
         assert found["name"] == name
         for key in ("acceptance", "acceptance_per_slot", "prompts", "tokens", "identical_to_greedy"):
             assert found[key] == alone[key]
+
+
+def test_trees_are_measured_beside_chains_of_the_same_drafter(tokenizer):
+    summary = evaluation(tokenizer, tree_budget=16).measure(fresh_drafter())
+    chain = evaluation(tokenizer).measure(fresh_drafter())
+    assert summary["acceptance"] == chain["acceptance"]
+    tree = summary["tree"]
+    assert tree["budget"] == 16 and tree["identical_to_greedy"] is True and tree["different_from_one_token"] == 0
+    assert tree["acceptance"] > summary["acceptance"]
+    assert summary["tree_over_chain"] == tree["acceptance"] / summary["acceptance"]
+
+
+def test_sampled_answers_have_figures_and_no_greedy_answer_to_equal(tokenizer):
+    summary = evaluation(tokenizer, temperature=0.8).measure(fresh_drafter())
+    assert summary["identical_to_greedy"] is None and summary["different_from_one_token"] is None
+    assert summary["acceptance"] >= 1 and summary["tokens_per_s_plain"] > 0
 
 
 def test_plain_answers_are_decoded_once_for_two_drafters(tokenizer):

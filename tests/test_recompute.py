@@ -9,7 +9,7 @@ from draftgraph.engine.build import build
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.predict.memory import device_bytes
-from draftgraph.engine.plan import summary as plan_summary
+from draftgraph.engine.predict.summary import summary as plan_summary
 
 ON_GPU = {
     "placement": {"targets": ["cuda:0"], "drafters": ["cuda:0"]},

@@ -35,8 +35,10 @@ class Damage(Exception):
     """Why a checkpoint cannot be used."""
 
 
-def write(folder: Path, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], keep: int) -> None:
-    """Write one checkpoint from host tensors and drop the oldest beyond `keep`. Touches no device.
+def write(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], keep: int, best_step: int = 0
+) -> None:
+    """Write one checkpoint from host tensors and drop the oldest beyond `keep`, but `best_step`. Touches no device.
 
     Raises:
         RunError: the disk refused; older checkpoints are as they were.
@@ -71,7 +73,8 @@ def write(folder: Path, step: int, tensors: Mapping[str, Tensor], scalars: Mappi
     earlier = [path for path in found(folder) if step_of(path) < step]
     later = [path for path in found(folder) if step_of(path) > step]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
-        remove(path)
+        if step_of(path) != best_step:
+            remove(path)
 
 
 def digest(path: Path) -> str:
@@ -152,6 +155,20 @@ def newest(folder: Path, say: Callable[[str], None] = lambda _: None) -> Path:
     raise RunError(
         f"no usable checkpoint in {folder} ({'; '.join(reasons)}); move its checkpoints away and start without --resume"
     )
+
+
+def of_step(folder: Path, step: int) -> Path:
+    """The checkpoint of one step.
+
+    Raises:
+        RunError: there is none, or it is damaged.
+    """
+    path = folder / f"step-{step:06d}"
+    try:
+        verify(path)
+    except Damage as damage:
+        raise RunError(f"checkpoint {path} cannot be used: {damage}") from damage
+    return path
 
 
 def read_scalars(path: Path) -> dict[str, Any]:

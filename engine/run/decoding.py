@@ -9,7 +9,7 @@ token): 1 to K tokens. The prompt's forwards and their one token are counted now
 beyond a row's limit are neither kept nor counted: a forward that emitted n tokens accepted n - 1 drafts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -70,9 +70,14 @@ class Rows:
         return self.tokens[row, int(self.num_prompt[row]) : int(self.length[row])].tolist()
 
 
-def slots_for(longest_prompt: int, new_tokens: int, block_size: int) -> int:
-    """Slots of a row: beyond its prompt there is room for its answer and a block, and for the pads of a chunk."""
-    return -(-(longest_prompt + max(new_tokens + block_size, CHUNK)) // 64) * 64
+def chunks_of(prompts: Sequence[Tensor]) -> int:
+    """Forwards that fill the caches with the longest of the prompts."""
+    return -(-max(map(len, prompts)) // CHUNK)
+
+
+def slots_for(longest_prompt: int, new_tokens: int, block_size: int, budget: int = 0) -> int:
+    """Slots of a row: beyond its prompt is room for its answer and a block or tree, and for the pads of a chunk."""
+    return -(-(longest_prompt + max(new_tokens, CHUNK) + block_size + budget) // 64) * 64
 
 
 class DecodeLane:
@@ -105,6 +110,7 @@ class DecodeLane:
         vocab = target.config.vocab_size
         self.drafted = torch.zeros(num_rows, self.block_size - 1, vocab if temperature else 0, device=device)
         self.stops = torch.tensor(sorted(stops) or [-1], device=device)
+        self.room = CHUNK + self.block_size  # slots behind a row's position that a step may write
         self.generator = torch.Generator(device).manual_seed(0)
         self.lane = Lane(name, device, mode)  # type: ignore[arg-type]
         self.late = LateFigures(1, device, IN_FLIGHT)
@@ -164,17 +170,28 @@ class DecodeLane:
             tokens, accepted = verify_sampled(block, logits, drafted, uniform, self.temperature)
         else:
             tokens, accepted = verify_greedily(block, logits)
+        num = self.settle(tokens, accepted)
+        self.target.commit(num)
+        if n == self.block_size:
+            self.drafter.append(taps, positions)
+        self.emit(tokens, num)
+
+    def settle(self, tokens: Tensor, accepted: Tensor) -> Tensor:
+        """How many of what was said [R, n] a row emits, [R], and its figures.
+
+        Args:
+            accepted: [R], how many of them are drafts; the one behind them is right as well.
+        """
+        rows, n = self.rows, tokens.shape[1]
         num = (accepted + 1).minimum(self.most).minimum(rows.limit - rows.length)
         ending = self.stop(tokens)
         before = torch.where(ending.any(1), ending.long().argmax(1) + 1, n)
         num = torch.where(rows.done, 0, num.minimum(before))
-        self.target.commit(num)
         if n == self.block_size:
-            self.drafter.append(taps, positions)
-            slots = torch.arange(n - 1, device=block.device)
+            slots = torch.arange(n - 1, device=tokens.device)
             rows.counts[:, 0] += (num > 0).float()
             rows.counts[:, 1:] += (slots < (num - 1)[:, None]).float()
-        self.emit(tokens, num)
+        return num
 
     def forward(self, tokens: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
         """Run tokens of which `kept` are known to stay, and remember them."""
@@ -231,14 +248,18 @@ class DecodeLane:
         going = True
         for number in range(num_rounds):
             self.shake()
-            if step == "verify" and not emit_one:
-                self.lane.replay("draft")
+            if not emit_one and (drafts := self.drafts(step)):
+                self.lane.replay(drafts)
             self.lane.replay(step)
             self.late.publish(number, self.unfinished, self.lane.stream)
             going = all(unfinished for _, (unfinished,) in self.late.finished())
             if not going:
                 break
         self.late.finished(wait=True)
+
+    def drafts(self, step: str) -> str:
+        """The step that drafts what `step` verifies; empty for ordinary decoding."""
+        return "draft" if step == "verify" else ""
 
     def shake(self) -> None:
         """Fresh randomness for one round; outside the graphs, which hold no generator."""
@@ -249,29 +270,30 @@ class DecodeLane:
     # What verifies it.
 
     def step(self, name: str, run: Callable[[], None], num_tokens: int) -> Step:
-        state = self.state()
         config = self.target.config
         return Step(
             step=name,
             bucket="",
             run=run,
-            inputs={**state, **self.frozen()},
-            outputs=state,
+            inputs=self.inputs(),
+            outputs={**self.written(), **self.target.tensors, **self.drafter.tensors},
             fill=self.fill,
             predicted_bytes=self.target.num_rows * num_tokens * (config.hidden_size + config.vocab_size),
         )
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that a step writes."""
-        own = {"block": self.block, "unfinished": self.unfinished, "drafted": self.drafted}
-        return {**self.rows.named(), **own, **self.target.tensors, **self.drafter.tensors}
-
-    def frozen(self) -> Mapping[str, Tensor]:
+    def written(self) -> dict[str, Tensor]:
+        """What a step writes beside the caches."""
         return {
-            "embedding": self.drafter.embedding,
-            "lm_head": self.drafter.lm_head,
-            "fc": self.drafter.drafter.fc.weight,
+            **self.rows.named(),
+            "block": self.block,
+            "unfinished": self.unfinished,
+            "drafted": self.drafted,
         }
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What is guarded: all but the caches, which nobody else holds."""
+        weights = {"embedding": self.drafter.embedding, "lm_head": self.drafter.lm_head}
+        return {**self.written(), **weights, "fc": self.drafter.drafter.fc.weight, "uniform": self.uniform}
 
     def fill(self, number: int) -> None:
         """Rows in the middle of their prompts or answers, caches of noise."""
@@ -279,7 +301,7 @@ class DecodeLane:
         R, slots = rows.tokens.shape
         tokens = torch.randint(self.target.config.vocab_size, (R, slots), generator=generator)
         start = Rows.of(list(tokens), R, slots, self.block_size, 0)
-        lengths = torch.randint(2, slots - CHUNK - self.block_size, (R,), generator=generator)
+        lengths = torch.randint(1, slots - self.room + 1, (R,), generator=generator)
         filled = (lengths - CHUNK // 2).clamp(min=0)
         rows.copy_(Rows(tokens, lengths, filled, lengths, lengths + self.block_size, start.done, start.counts))
         self.block.copy_(torch.randint(self.target.config.vocab_size, self.block.shape, generator=generator))

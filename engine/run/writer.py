@@ -61,6 +61,7 @@ class CheckpointWriter:
         self.folder, self.log, self.drafters = folder, log, drafters
         self.identity, self.keep = identity, keep
         self.last_step = self.last_written = last_step
+        self.best_step = 0  # whose checkpoint stays beside the newest ones; 0: none
         flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
         self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
         self.counts = torch.zeros(3, pin_memory=pinned)  # updates, skipped, share of the rate
@@ -143,7 +144,7 @@ class CheckpointWriter:
             counts = {"updates": int(updates), "skipped": int(skipped), "rate_share": rate_share}
             scalars = {**position, **counts, **self.identity}
             flush(self.log)
-            checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep)
+            checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep, self.best_step)
             self.last_written = position["step"]
         except OSError as error:
             self.error = RunError(
