@@ -166,7 +166,13 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
             models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
     targets, target_lanes = [], []
     for t, device in enumerate(target_devices):
-        target = Target(models[device], plan.shape.target_layer_ids, max_context, profile.target.forward)
+        target = Target(
+            models[device],
+            plan.shape.target_layer_ids,
+            max_context,
+            profile.target.forward,
+            final=plan.rule.labels != "data",
+        )
         if target.fused is None:
             require_fast_ops(models[device], device, profile.capture.allow_fallback)
         target.check_against_module()

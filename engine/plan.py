@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from draftgraph.engine.config import Profile
+from draftgraph.engine.config import DrafterSection, Profile
 from draftgraph.engine.data.anchors import AnchorDraw
 from draftgraph.engine.data.buckets import Bucket, assign, choose_buckets, efficiency
 from draftgraph.engine.data.collate import SlotLayout
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def taps_size(self) -> int:
-        return len(self.shape.target_layer_ids) * self.shape.hidden_size
+        return (len(self.shape.target_layer_ids) + (self.rule.labels != "data")) * self.shape.hidden_size
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ def make_plan(profile: Profile) -> Plan:
     """
     config = load_config(profile.target.model)
     shape = drafter_shape(profile, config)
-    gamma = profile.drafter.gamma
+    loss, gamma = profile.drafter, profile.drafter.gamma
     if gamma < 0:
         gamma = PUBLISHED_GAMMAS.get(shape.block_size, shape.block_size / 2)
-    rule = LossRule(profile.drafter.loss, gamma, profile.drafter.alpha)
+    rule = LossRule(loss.loss, gamma, loss.alpha, loss.labels, loss.loss_norm)
     rows = open_rows(profile, config.vocab_size)
     valid = rows.valid_anchors(profile.drafter.anchor_rule, shape.block_size)
     row_ids = np.flatnonzero(valid > 0)
@@ -151,7 +151,7 @@ def make_plan(profile: Profile) -> Plan:
             f"data: the longest row has {lengths.max()} tokens, buckets.max_context is {section.max_context}; raise "
             f"it, or prepare again with --max-context {section.max_context}"
         )
-    flops = flop_model(config, shape, profile.drafter.reuse)
+    flops = flop_model(config, shape, profile.drafter)
     buckets = choose_buckets(
         lengths,
         anchors,
@@ -270,23 +270,24 @@ def check_fingerprint(profile: Profile, reader: ShardReader) -> None:
         )
 
 
-def flop_model(config: Any, shape: DrafterShape, reuse: int) -> FlopModel:
+def flop_model(config: Any, shape: DrafterShape, section: DrafterSection) -> FlopModel:
+    from_target = section.labels != "data"  # all layers of the target run, and its logits are computed
     d, c, h, g = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads
     kv = shape.num_layers * 2 * d * g * c
     block = kv + shape.num_layers * (2 * d * h * c + 3 * d * shape.intermediate_size)
     return FlopModel(
-        target_parameters=matrix_parameters(config, max(shape.target_layer_ids)),
+        target_parameters=matrix_parameters(config, -1 if from_target else max(shape.target_layer_ids)),
         context_parameters=len(shape.target_layer_ids) * d * d + kv,
         block_parameters=block,
-        head_parameters=shape.vocab_size * d,
+        head_parameters=shape.vocab_size * d * (3 if from_target else 2) // 2,
         block_size=shape.block_size,
-        reuse=reuse,
+        reuse=section.reuse,
     )
 
 
 def matrix_parameters(config: Any, last_layer: int) -> int:
-    """Parameters of the target's layers 0 to `last_layer` that a token's GEMMs read, from a module without memory."""
-    layers = decoder_on_meta(config).layers[: last_layer + 1]
+    """Parameters of the target's layers up to `last_layer` (-1: all) that a token's GEMMs read, without memory."""
+    layers = decoder_on_meta(config).layers[: last_layer + 1 or None]
     dense = sum(p.numel() for p in layers.parameters() if p.dim() == 2)
     experts = sum(p.numel() for name, p in layers.named_parameters() if p.dim() == 3 and ".experts." in name)
     return dense + (experts * config.num_experts_per_tok // num_experts(config) if experts else 0)
@@ -307,7 +308,7 @@ def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     # Kept for the backward: inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP.
     heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
     kept_per_token = shape.num_layers * (4 * shape.hidden_size + heads + 3 * shape.intermediate_size) * size
-    logits = profile.drafter.chunk_slots * shape.vocab_size * size
+    logits = profile.drafter.chunk_slots * shape.vocab_size * size * (2 if plan.rule.labels == "target" else 1)
     # Hidden, MLP and attention activations of one layer; a layer's are freed before the next.
     target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size
     parts: dict[str, dict[str, int]] = {}
