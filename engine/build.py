@@ -176,8 +176,7 @@ def load_targets(
             "profile: the weights of target.precision = 'fp8' cannot decode the prompts of [eval]; write "
             "eval.every = 0, and evaluate checkpoints with `draftgraph eval`"
         )
-    # A model that decodes keeps its norm and lm_head too.
-    last = None if plan.profile.eval.every else plan.last_layer
+    last = None if plan.whole_target else plan.last_layer
     models: dict[torch.device, Any] = {}
     for device in dict.fromkeys(devices):
         say(f"loading {section.model} on {device}")
@@ -188,7 +187,7 @@ def load_targets(
         say(f"loaded {bytes_text(size)} in {time.perf_counter() - since:.1f} s")
     targets = {}
     for device, model in models.items():
-        targets[device] = target = Target(model, layers, max_context, section.forward)
+        targets[device] = target = Target(model, layers, max_context, section.forward, plan.rule.labels != "data")
         if target.fused is None:
             require_fast_ops(model, device, plan.profile.capture.allow_fallback)
         target.check_against_module()

@@ -57,6 +57,8 @@ class DrafterSection:
     anchor_rule: str = choice(*RULES)
     reuse: int = 1  # micro-steps fed by one extraction, each with fresh anchors
     loss: str = choice("decay", "dpace")
+    labels: str = choice("data", "target", "argmax")  # the data's tokens; the target's distribution, or its best token
+    loss_norm: str = choice("auto", "weights", "slots", "rows")  # auto: weights for decay, rows for dpace
     gamma: float = -1.0  # -1: by block size
     alpha: float = 0.5
     chunk_slots: int = 2048  # rows of logits held at once
@@ -279,6 +281,11 @@ def check(profile: Profile) -> None:
     drafter, placement = profile.drafter, profile.placement
     if profile.optim.warmup > 1 or drafter.alpha > 1:
         raise UsageError("profile: optim.warmup (a share of the steps) and drafter.alpha are from 0 to 1")
+    if (drafter.loss, drafter.labels) == ("dpace", "target"):
+        raise UsageError(
+            'profile: drafter.loss = "dpace" weighs by the probability of one token; write drafter.labels = "argmax", '
+            'or drafter.loss = "decay" for the whole distribution'
+        )
     if drafter.sliding_layers and drafter.sliding_window < 1:
         raise UsageError(f"profile: drafter.sliding_window must be above 0, found {drafter.sliding_window}")
     if profile.buckets.context_multiple > profile.buckets.max_context:

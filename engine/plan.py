@@ -73,9 +73,14 @@ class Plan:
         return weight_bytes(decoder_on_meta(self.target_config), self.last_layer, size, section.precision)
 
     @property
+    def whole_target(self) -> bool:
+        """Whether more than the target's taps is needed: where the run decodes, or takes labels from the target."""
+        return self.profile.eval.every > 0 or self.rule.labels != "data"
+
+    @property
     def last_layer(self) -> int:
-        """Of the target's layers, the last that is loaded: that of the last tap, or all where the run decodes."""
-        return self.target_config.num_hidden_layers - 1 if self.profile.eval.every else max(self.shape.target_layer_ids)
+        """The last of the target's layers that is loaded."""
+        return self.target_config.num_hidden_layers - 1 if self.whole_target else max(self.shape.target_layer_ids)
 
     @property
     def accumulate(self) -> int:
@@ -117,7 +122,7 @@ class Plan:
 
     @property
     def taps_size(self) -> int:
-        return len(self.shape.target_layer_ids) * self.shape.hidden_size
+        return (len(self.shape.target_layer_ids) + (self.rule.labels != "data")) * self.shape.hidden_size
 
 
 def make_plan(profile: Profile) -> Plan:
@@ -130,10 +135,10 @@ def make_plan(profile: Profile) -> Plan:
     """
     config = load_config(profile.target.model)
     shape = drafter_shape(profile, config)
-    gamma = profile.drafter.gamma
+    loss, gamma = profile.drafter, profile.drafter.gamma
     if gamma < 0:
         gamma = PUBLISHED_GAMMAS.get(shape.block_size, shape.block_size / 2)
-    rule = LossRule(profile.drafter.loss, gamma, profile.drafter.alpha)
+    rule = LossRule(loss.loss, gamma, loss.alpha, loss.labels, loss.loss_norm)
     rows = open_rows(profile, config.vocab_size)
     valid = rows.valid_anchors(profile.drafter.anchor_rule, shape.block_size)
     row_ids = np.flatnonzero(valid > 0)
@@ -151,7 +156,7 @@ def make_plan(profile: Profile) -> Plan:
             f"data: the longest row has {lengths.max()} tokens, buckets.max_context is {section.max_context}; raise "
             f"it, or prepare again with --max-context {section.max_context}"
         )
-    flops = flop_model(config, shape, profile.drafter.reuse)
+    flops = flop_model(config, shape, profile.drafter)
     buckets = choose_buckets(
         lengths,
         anchors,

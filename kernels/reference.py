@@ -105,6 +105,16 @@ def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> 
     return cross_entropy, best
 
 
+def divergence_gradient_(logits: Tensor, others: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergence from the others' distribution, the logits overwritten; see cross_entropy.divergence_gradient_."""
+    best, other_best = logits.argmax(-1), others.argmax(-1)
+    q, p = logits.float().log_softmax(-1), others.float().log_softmax(-1)
+    share = p.exp()
+    divergence = (share * (p - q)).sum(-1)
+    logits.copy_(torch.where((weights == 0)[:, None], 0.0, (q.exp() - share) * weights[:, None]))
+    return divergence, best, other_best
+
+
 def adamw_(
     grads: Tensor,
     master: Tensor,

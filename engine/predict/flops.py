@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from draftgraph.engine.config import DrafterSection
 from draftgraph.engine.models.drafter import DrafterShape
 from draftgraph.engine.models.layers import num_experts
 from draftgraph.engine.models.target import decoder_on_meta
@@ -33,24 +34,25 @@ class FlopModel:
         return self.target(context) + self.reuse * self.drafter(context, anchors)
 
 
-def flop_model(config: Any, shape: DrafterShape, reuse: int) -> FlopModel:
+def flop_model(config: Any, shape: DrafterShape, section: DrafterSection) -> FlopModel:
+    from_target = section.labels != "data"  # all layers of the target run, and its logits are computed
     d, c, h, g = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads
     kv = shape.num_layers * 2 * d * g * c
     block = kv + shape.num_layers * (2 * d * h * c + 3 * d * shape.intermediate_size)
     decoder = decoder_on_meta(config)
     return FlopModel(
-        target_parameters=matrix_parameters(config, decoder, max(shape.target_layer_ids)),
+        target_parameters=matrix_parameters(config, decoder, -1 if from_target else max(shape.target_layer_ids)),
         context_parameters=len(shape.target_layer_ids) * d * d + kv,
         block_parameters=block,
-        head_parameters=shape.vocab_size * d,
+        head_parameters=shape.vocab_size * d * (3 if from_target else 2) // 2,
         block_size=shape.block_size,
-        reuse=reuse,
+        reuse=section.reuse,
     )
 
 
 def matrix_parameters(config: Any, decoder: Any, last_layer: int) -> int:
-    """Parameters of the target's layers 0 to `last_layer` that a token's GEMMs read, from a module without memory."""
-    layers = decoder.layers[: last_layer + 1]
+    """Parameters of the target's layers up to `last_layer` (-1: all) that a token's GEMMs read."""
+    layers = decoder.layers[: last_layer + 1 or None]
     dense = sum(p.numel() for p in layers.parameters() if p.dim() == 2)
     experts = sum(p.numel() for name, p in layers.named_parameters() if p.dim() == 3 and ".experts." in name)
     return dense + (experts * config.num_experts_per_tok // num_experts(config) if experts else 0)

@@ -21,7 +21,7 @@ def device_bytes(plan: Plan, placement: PlacementSection | None = None) -> Bytes
     state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
     draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)
     activations = kept_bytes(shape, draft_tokens, size, profile.drafter.recompute)
-    logits = profile.drafter.chunk_slots * shape.vocab_size * size
+    logits = profile.drafter.chunk_slots * shape.vocab_size * size * (2 if plan.rule.labels == "target" else 1)
     # Hidden, MLP and attention activations of one layer; a layer's are freed before the next.
     target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size
     num_drafters = len(placement.drafters)

@@ -148,7 +148,11 @@ class DrafterLane:
         tokens, _ = block_tokens(views.input_ids, anchor_positions, self.drafter.shape.block_size)
         tokens[..., 1:] = self.drafter.shape.mask_token_id
         embeddings = F.embedding(tokens, self.parts.embedding)
-        hidden = self.drafter(views.taps, embeddings, anchor_positions, anchor_valid)
+        taps, final = views.taps, None
+        if self.parts.rule.labels != "data":
+            size = self.parts.embedding.shape[1]
+            taps, final = taps[..., :-size], taps[..., -size:]
+        hidden = self.drafter(taps, embeddings, anchor_positions, anchor_valid)
         sums = dflash_loss(
             hidden,
             self.parts.lm_head,
@@ -158,6 +162,7 @@ class DrafterLane:
             anchor_valid,
             self.parts.rule,
             self.parts.chunk_slots,
+            final,
         )
         sums.loss.backward()
         self.sums.add_(as_vector(sums))

@@ -1,4 +1,4 @@
-"""Our exports in the speculators library (PyPI `speculators`, 0.9.0): loaded, converted, saved. No line of draftgraph.
+"""Our exports in the speculators library (PyPI, 0.9.0): loaded, converted, saved; its losses. No line of draftgraph.
 
     python tests/peers/check_speculators.py FOLDER       # of make_cases.py
 
@@ -15,7 +15,8 @@ import torch
 from loguru import logger
 from safetensors.torch import load_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
-from transformers import logging
+from speculators.losses import resolve_loss_config
+from transformers import AutoModelForCausalLM, logging
 
 TOLERANCE = 1e-5  # max|difference| / max|expected|
 
@@ -58,7 +59,30 @@ def check(folder: Path) -> dict[str, float]:
         hidden, drafted = hidden.view_as(expected), logits.argmax(-1).view(len(anchors), -1)[:, 1:]
         found["hidden"] = ((hidden - expected).abs().max() / expected.abs().max()).item()
         found["drafted tokens that differ"] = int((drafted != case["drafted"]).sum())
+        for name, expected in facts["losses"].items():
+            found[f"loss {name}"] = abs(loss(drafter, folder, case, name) - expected) / expected
     return found
+
+
+def loss(drafter: torch.nn.Module, folder: Path, case: dict[str, torch.Tensor], name: str) -> float:
+    """Of its whole training step with every token supervised and every anchor chosen."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    last = []
+    target.get_decoder().layers[-1].register_forward_hook(lambda _module, _inputs, out: last.append(out))
+    row = case["row"][None]
+    with torch.no_grad():
+        target(row)
+        _, found, _ = drafter(
+            hidden_states=case["taps"][None],
+            input_ids=row,
+            loss_mask=torch.ones_like(row),
+            verifier_last_hidden_states=last[0],
+            document_ids=torch.zeros_like(row),
+            loss_config=resolve_loss_config(name, "eager"),
+            gamma=4.0,
+            max_anchors=row.shape[1] - drafter.block_size,
+        )
+    return float(found)
 
 
 def trained_part(model: torch.nn.Module, names: dict) -> dict[str, torch.Tensor]:

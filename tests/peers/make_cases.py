@@ -118,7 +118,19 @@ def write_case(folder: Path, family: str, tied: bool, layer_types: tuple[str, ..
         "drafted": (hidden[:, 1:] @ model.get_output_embeddings().weight.T).argmax(-1),
     }
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "case.safetensors")
-    facts = {"prompt_tokens": PROMPT, "new_tokens": NEW, "forwards": decoded.forwards}
+    # All anchors that speculators may choose, all tokens supervised: nothing of its step is left to chance.
+    every = torch.arange(len(row) - BLOCK, dtype=torch.int32)[None]
+    tokens, _ = block_tokens(row[None], every, BLOCK)
+    tokens[..., 1:] = shape.mask_token_id
+    valid, mask = torch.ones_like(every, dtype=torch.bool), torch.ones(1, len(row), dtype=torch.bool)
+    out = drafter(taps, model.get_input_embeddings()(tokens), every, valid)
+    final = model.get_decoder()(row[None]).last_hidden_state
+    losses = {}
+    for name, labels in (("kl_div", "target"), ("ce", "argmax")):
+        rule = LossRule("decay", 4.0, labels=labels, norm="slots")
+        sums = dflash_loss(out, model.get_output_embeddings().weight, row[None], mask, every, valid, rule, 64, final)
+        losses[name] = float(sums.loss / sums.weight)
+    facts = {"losses": losses, "prompt_tokens": PROMPT, "new_tokens": NEW, "forwards": decoded.forwards}
     facts["comparable_in_speculators"] = window is None or window > len(row)
     (folder / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
 
