@@ -95,6 +95,13 @@ def trace(args: argparse.Namespace, console: Console) -> Summary:
     return trace_steps(Request(args.profile, args.assignments, run_folder(args), args.steps, args.node), console)
 
 
+def report(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.report.page import write_report
+
+    against = Path(args.against) if args.against else None
+    return {"report": str(write_report(Path(args.source), against))}
+
+
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.saved import evaluate_saved, load_saved
 

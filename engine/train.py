@@ -22,8 +22,9 @@ from draftgraph.engine.build import DTYPES, Engine, build, resolve_device
 from draftgraph.engine.config import Profile, load_profile, to_toml
 from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
 from draftgraph.engine.evidence import devices_before
+from draftgraph.engine.observers import Observers
 from draftgraph.engine.plan import Plan, make_plan
-from draftgraph.engine.progress import PlainLines, progress_bar
+from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.health import Health
@@ -152,12 +153,22 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
     with locked(folder), signals.usr1_ignored():
         start = open_run(folder, plan, resume, console)
         plan.rows.verify()
-        with warm_engine(plan, folder, console, resume) as (engine, evidence):
+        placement, start_step = profile.placement, checkpoint.step_of(start) if start else 0
+        devices = [resolve_device(name) for name in placement.targets + placement.drafters]
+        watching = Observers(plan, devices, folder, console, start_step)
+        with watching as observers, warm_engine(plan, folder, console, resume) as (engine, evidence):
             tuning.save(folder / "tuning.json")
-            return run(engine, evidence, folder, start, console)
+            return run(engine, evidence, folder, start, console, observers)
 
 
-def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console) -> dict[str, Any]:
+def run(
+    engine: Engine,
+    evidence: dict[str, Any],
+    folder: Path,
+    start: Path | None,
+    console: Console,
+    observers: Observers,
+) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
     Args:
@@ -203,35 +214,37 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
             for line in watch.mark(step):
                 console.print(Text(line, style="bold red"))
 
+        def look(vectors: list[tuple[int, list[float]]]) -> None:
+            rows = tally.add(vectors)
+            health.look(rows)
+            observers.look(rows)
+
         def save() -> None:
             since = time.perf_counter()
             scheduler.drain()
-            health.look(tally.add(late.finished(wait=True)))
+            look(late.finished(wait=True))
             plan.rows.check_unchanged()
             scheduler.copied = writer.save(step, scheduler.micro_step, since)
 
-        lines = PlainLines(console)
-        with progress_bar(console) as progress:
-            task = progress.add_task("train", total=profile.run.steps, completed=first_step)
+        with observers.steady():
             try:
                 while step < profile.run.steps and not requests.stop:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
                         while step < segment_end and not requests and not broken(watch, profile):
+                            tokens = scheduler.real_tokens
                             issue(scheduler, late, step + 1)
                             step += 1
-                            health.look(tally.add(late.finished()))
+                            tally.issued[step] = scheduler.real_tokens - tokens
+                            look(late.finished())
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()
-                                rate = scheduler.real_tokens / (time.perf_counter() - started)
-                                headline = tally.headline(rate)
-                                progress.update(task, completed=step, description=headline)
-                                lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
+                                observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
                         mark()
                     requests.checkpoint = False
                     save()
-                    progress.update(task, completed=step)
+                    observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
                             f"{watch.findings[0]}. The profile says capture.watch = 'strict': stopped after step "
@@ -268,11 +281,13 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "checkpoint_pause_ms_max": writer.pause_ms_max,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
+        **observers.judged(),
         "seconds": seconds,
         "receipt": str(folder / "receipt.json"),
     }
     ours = {**summary, "warmup_seconds": evidence["seconds"], "verified": evidence["verified"]}
     write_receipt(folder / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
+    observers.finish(summary)
     if tally.skipped:
         console.print(
             f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "

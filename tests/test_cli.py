@@ -23,6 +23,7 @@ INTERFACE = {
     "plan": ["profile", "--run", "--set", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
+    "report": ["source", "--against", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
     "export": ["source", "--out", "--format", "--target", "--json"],

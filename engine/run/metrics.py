@@ -122,6 +122,7 @@ class Tally:
         self.first: list[StepFigures] = []
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
         self.skipped = 0
+        self.issued: dict[int, int] = {}  # steps whose figures have not arrived -> their real tokens
 
     def add(self, vectors: list[tuple[int, list[float]]]) -> list[StepFigures]:
         """Log the vectors of steps, and return their figures.
@@ -132,7 +133,8 @@ class Tally:
         rows = [figures(step, vector, self.block_size) for step, vector in vectors]
         for row in rows:
             try:
-                self.file.write(json.dumps({**asdict(row), "time": round(time.time(), 3)}) + "\n")
+                rest = {"real_tokens": self.issued.pop(row.step, None), "time": round(time.time(), 3)}
+                self.file.write(json.dumps({**asdict(row), **rest}) + "\n")
             except OSError as error:
                 raise RunError(
                     f"cannot write {self.path}: {error.strerror}. The last good checkpoint is untouched; free some "
