@@ -7,7 +7,7 @@ Promises: none of it makes a CUDA call or waits for anything while steps are iss
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.live import Live
 
 from draftgraph.capture import nvml
-from draftgraph.engine import plan as planning
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.progress import PlainLines
 from draftgraph.engine.report.page import write_report
@@ -27,11 +26,12 @@ from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.loggers import Loggers, wanted_sinks
 from draftgraph.engine.run.metrics import StepFigures, Tally
 from draftgraph.engine.run.panel import REFRESH_PER_SECOND, View
-from draftgraph.engine.run.sampler import STEADY, Sampler
+from draftgraph.engine.run.sampler import AFTER, STEADY, Sampler
 
 BINS = 60
+SAMPLED = ("used_bytes", "utilisation", "power_w", "sm_mhz", "temperature_c")  # what loggers get of a device
 # What becomes an artefact of the run.
-FILES = ("receipt.json", "report.html", "profile.toml", "warmup.json", "plan.json")
+FILES = ("receipt.json", "report.html", "profile.toml", "warmup.json", "buckets.json")
 
 
 class Observers:
@@ -57,7 +57,7 @@ class Observers:
         if not self.start_step:
             for name in ("devices.jsonl", "loggers.json"):
                 (self.folder / name).unlink(missing_ok=True)
-        write_text(self.folder / "plan.json", json.dumps(facts(self.plan)) + "\n")
+        write_text(self.folder / "buckets.json", json.dumps(filling(self.plan)) + "\n")
         if self.sampler.trouble:
             self.say(self.sampler.trouble)
         self.loggers = Loggers(self.folder, self.sinks, self.start_step)
@@ -76,9 +76,16 @@ class Observers:
         """The steps: a live panel in a terminal, a line now and then elsewhere and in CI."""
         self.sampler.enter(STEADY)
         self.lines = PlainLines(self.console)
+        try:
+            with self.panel():
+                yield
+        finally:
+            self.sampler.enter(AFTER)
+
+    def panel(self) -> AbstractContextManager[object]:
+        """The live panel, nothing where nobody can look at it."""
         if not is_terminal(self.console):
-            yield
-            return
+            return nullcontext()
         self.view = View(
             title=self.folder.name,
             total=self.plan.profile.run.steps,
@@ -88,8 +95,7 @@ class Observers:
             devices=lambda: self.sampler.latest,
             sentences=self.sampler.flatness.sentences,
         )
-        with Live(self.view, console=self.console, refresh_per_second=REFRESH_PER_SECOND):
-            yield
+        return Live(self.view, console=self.console, refresh_per_second=REFRESH_PER_SECOND)
 
     def look(self, rows: Sequence[StepFigures]) -> None:
         """Take the figures of steps as they arrive; every `log.every`th goes to the loggers."""
@@ -98,12 +104,12 @@ class Observers:
         for row in rows:
             if row.step % self.plan.profile.log.every == 0:
                 figures = asdict(row)
-                slots = figures.pop("accuracy_per_slot")
+                step, slots = figures.pop("step"), figures.pop("accuracy_per_slot")
                 figures |= {f"accuracy/slot {index + 1}": value for index, value in enumerate(slots)}
+                self.loggers.log(step, figures)
+                # A message each: one of many devices would not fit into an atomic write.
                 for name, sample in self.sampler.latest.copy().items():
-                    figures |= {f"{name}/{key}": v for key, v in sample.items() if isinstance(v, int | float)}
-                del figures["step"]
-                self.loggers.log(row.step, figures)
+                    self.loggers.log(step, {f"{name}/{key}": sample[key] for key in SAMPLED if key in sample})
 
     def tell(self, step: int, tally: Tally, real_tokens_per_s: float) -> None:
         """Show where the run is."""
@@ -140,10 +146,18 @@ def is_terminal(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and not console.quiet and not os.environ.get("CI")
 
 
-def facts(plan: Plan) -> dict[str, Any]:
-    """plan.json: what `draftgraph plan` says, and how long the rows are."""
+def filling(plan: Plan) -> dict[str, Any]:
+    """buckets.json: the bucket table, how many rows and tokens each bucket holds, and how long the rows are."""
     width = max(1, -(-int(plan.lengths.max()) // BINS))
-    counts = np.bincount(plan.lengths // width)
-    tokens = np.bincount(plan.assignment, weights=plan.lengths, minlength=len(plan.buckets))
-    lengths = {"width": width, "counts": counts.tolist(), "rows": len(plan.lengths), "tokens": int(plan.lengths.sum())}
-    return {**planning.summary(plan), "tokens_per_bucket": [int(n) for n in tokens], "lengths": lengths}
+    num_buckets = len(plan.buckets)
+    return {
+        "buckets": [asdict(bucket) for bucket in plan.buckets],
+        "rows_per_bucket": np.bincount(plan.assignment, minlength=num_buckets).tolist(),
+        "tokens_per_bucket": np.bincount(plan.assignment, plan.lengths, num_buckets).astype(int).tolist(),
+        "lengths": {
+            "width": width,
+            "counts": np.bincount(plan.lengths // width).tolist(),
+            "rows": len(plan.lengths),
+            "tokens": int(plan.lengths.sum()),
+        },
+    }

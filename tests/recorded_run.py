@@ -28,13 +28,13 @@ def write_run(folder: Path, steps: int, num_devices: int = 2, block_size: int = 
     bins = [0] * 60
     for length in rows:
         bins[min(59, length // 69)] += 1
-    plan = {
+    filling = {
         "buckets": [{"rows": r, "context": s, "anchors": a} for r, s, a in sizes],
         "rows_per_bucket": counts,
         "tokens_per_bucket": [int(0.9 * 120 * s) for _, s, _ in sizes],
         "lengths": {"width": 69, "counts": bins, "rows": len(rows), "tokens": sum(rows)},
     }
-    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "buckets.json").write_text(json.dumps(filling))
     # Noise and slots of a hundred steps, over and over: a long run is written in a second.
     noise = [generator.gauss(0, 1) for _ in range(100)]
     falling = [[0.9**k * generator.uniform(0.7, 1.0) for k in range(1, block_size)] for _ in range(100)]

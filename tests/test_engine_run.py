@@ -45,7 +45,7 @@ def test_a_run_trains_and_leaves_a_whole_run_folder(tmp_path, family):
         "warmup.json",
         "metrics.jsonl",
         "devices.jsonl",
-        "plan.json",
+        "buckets.json",
         "report.html",
         "checkpoints",
     }

@@ -116,7 +116,7 @@ def test_what_is_torn_or_damaged_is_told_and_the_rest_is_drawn(tmp_path):
         file.write('{"step": 301, "loss": NaN, "time": "later", "accuracy_per_slot": 3}\n[1, 2]\n{"step": 302, "lo')
     (run / "receipt.json").write_text("{")
     (run / "warmup.json").write_text('{"mode": "graph"}')
-    (run / "plan.json").write_text('{"buckets": [{"rows": 1}], "rows_per_bucket": [1], "lengths": {}}')
+    (run / "buckets.json").write_text('{"buckets": [{"rows": 1}], "rows_per_bucket": [1], "lengths": {}}')
     (run / "profile.toml").write_bytes(b"\xff = [")
     text, drawings = checked(write_report(run))
     assert len(drawings) == 7 + 1 + 5
@@ -133,6 +133,17 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "accuracy_per_slot": [null, 0.5], "time": 1.0}\n')
     text, drawings = checked(write_report(tmp_path))
     assert len(drawings) == 3 and "Step 1 of 10." in text
+
+
+def test_real_acceptance_is_drawn_beside_the_simulated(tmp_path):
+    run = write_run(tmp_path / "run", 60, block_size=4)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line, real in ((lines[19], 1.25), (lines[59], 1.75)):
+        line |= {"real_acceptance": real, "real_acceptance_per_slot": [0.5, None, 0.125]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text, _ = checked(write_report(run))
+    assert "run, real at 20: 1.25" in text and "run, real at 60: 1.75" in text
+    assert "run, real 1: 0.5<" in text and "run, real 3: 0.125<" in text and "run, real 2:" not in text
 
 
 def test_two_runs_are_drawn_side_by_side_with_what_differs(tmp_path):

@@ -48,7 +48,7 @@ def drawn(shown, width=100):
 
 
 def test_the_panel_shows_where_the_run_is_and_what_its_devices_do():
-    shown = view(step=2000, loss=2.3456, acceptance=1.92, tokens_per_s=57653.4, skipped=2)
+    shown = view(step=2000, loss=2.3456, acceptance=1.92, real_acceptance=1.6, tokens_per_s=57653.4, skipped=2)
     shown.started = time.monotonic() - 600
     text = drawn(shown)
     for said in (
@@ -56,7 +56,7 @@ def test_the_panel_shows_where_the_run_is_and_what_its_devices_do():
         "step 2,000 of 5,000",
         "ETA 0:30:00, 0:10:00 so far",
         "loss 2.346",
-        "simulated acceptance 1.920 (bonus counted)",
+        "simulated acceptance 1.920, real 1.600 (bonus counted)",
         "57,653 real tokens/s",
         "padding 11 %",
         "2 updates skipped",

@@ -123,7 +123,7 @@ def test_a_driver_that_hangs_does_not_hold_the_run(tmp_path):
 
 def test_no_samples_where_they_are_switched_off(tmp_path):
     _, lines = sampled(tmp_path / "devices.jsonl", Nvml({"GPU-aa": lambda: GIB}), {"cuda:0": "aa"}, seconds=0.0)
-    assert [line.get("event") for line in lines] == ["start", "phase", "phase"]
+    assert [line.get("event") for line in lines] == ["start", "phase", "phase"] and lines[-1]["phase"] == "end"
 
 
 def test_a_later_process_of_the_run_is_judged_alone():

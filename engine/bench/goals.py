@@ -9,6 +9,7 @@ WORKLOADS = {
     "target": "hidden-state extraction at 27B shapes, per bucket, captured, against the matmul ceiling",
     "attention": "anchor attention, forward and backward, against flex_attention and the floor",
     "cross-entropy": "linear cross-entropy against its two matrix products alone, and its workspace",
+    "observers": "every observer of a run (panel, samples, watch, loggers) against none, at 0.8B shapes",
     "optimizer": "optimizer step of the 27B drafter's 1.7 G parameters against copy bandwidth",
 }
 
@@ -36,5 +37,6 @@ GOALS = {
     "target": [Goal("ceiling_share", 0.78)],
     "attention": [Goal("ratio", 1.3)],
     "cross-entropy": [Goal("time_over_products", 1.15, at_most=True), Goal("workspace_bytes", 2 * 2**30, at_most=True)],
+    "observers": [Goal("step_time_over_none", 1.005, at_most=True), Goal("host_syncs", 0, at_most=True)],
     "optimizer": [Goal("copy_share", 0.85)],
 }

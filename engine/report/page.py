@@ -166,10 +166,10 @@ def flatness(runs: list[Record]) -> str:
 
 
 def buckets(run: Record) -> str:
-    replays, used = mapping(run.ours.get("replays_per_graph")), run.plan.get("tokens_per_bucket") or []
+    replays, used = mapping(run.ours.get("replays_per_graph")), run.filling.get("tokens_per_bucket") or []
     rows = []
     for index, (bucket, count) in enumerate(
-        zip(rows_of(run.plan.get("buckets")), run.plan.get("rows_per_bucket") or [], strict=False)
+        zip(rows_of(run.filling.get("buckets")), run.filling.get("rows_per_bucket") or [], strict=False)
     ):
         name = f"r{bucket['rows']}-s{bucket['context']}-a{bucket['anchors']}"
         share = used[index] / (count * bucket["context"]) if index < len(used) and count else None

@@ -36,6 +36,7 @@ def plots_of_training(runs: list[Record], names: list[str]) -> str:
         return [(name, run.curves[figure]) for run, name in zip(runs, names, strict=True)]
 
     lead = runs[0]
+    real = any(run.curves["real_acceptance"] for run in runs)
     slots = [
         Line(f"slot {index + 1}", curve.points, shade_of(index, len(lead.per_slot)))
         for index, curve in enumerate(lead.per_slot[:LAST_SLOTS])
@@ -48,11 +49,20 @@ def plots_of_training(runs: list[Record], names: list[str]) -> str:
         (name, [run.per_slot[i].final if i < len(run.per_slot) else None for i in range(count)])
         for run, name in zip(runs, names, strict=True)
     ]
+    final += [
+        (f"{name}, real", run.real_per_slot[:count]) for run, name in zip(runs, names, strict=True) if run.real_per_slot
+    ]
     bars = [Line(name, [], colour(index)) for index, (name, _) in enumerate(final)]
     share = "share right"
     return grid(
         over_steps("Loss", "loss", each("loss"), "Mean of each bin of steps, lowest to highest behind it."),
-        over_steps("Simulated acceptance length", "tokens per target forward", each("acceptance"), "Bonus counted."),
+        over_steps(
+            "Acceptance length",
+            "tokens per target forward",
+            [(f"{name}, simulated" if real else name, curve) for name, curve in each("acceptance")]
+            + [(f"{name}, real", curve) for name, curve in each("real_acceptance") if curve],
+            f"Simulated on training rows{', real by decoding' if real else ''}; bonus counted.",
+        ),
         over_steps(
             "Real tokens per second",
             "tokens/s",
@@ -107,10 +117,10 @@ def plots_of_devices(runs: list[Record], names: list[str]) -> str:
 
 
 def plots_of_buckets(run: Record) -> str:
-    lengths = mapping(run.plan.get("lengths"))
+    lengths = mapping(run.filling.get("lengths"))
     if not lengths:
         return ""
-    contexts = sorted({bucket["context"] for bucket in rows_of(run.plan.get("buckets"))})
+    contexts = sorted({bucket["context"] for bucket in rows_of(run.filling.get("buckets"))})
     title = "Row lengths, and the contexts of the buckets"
     plot = Plot(title, "tokens of a row", "rows", marks=[(context, f"context {context}") for context in contexts])
     note = f"{lengths['rows']:,} rows, {lengths['tokens']:,} tokens."

@@ -15,7 +15,7 @@ from draftgraph.engine.errors import UsageError
 from draftgraph.engine.report.curves import Curve
 from draftgraph.engine.run.flatness import Flatness
 
-FIGURES = ("loss", "acceptance", "accuracy", "grad_norm", "lr")
+FIGURES = ("loss", "acceptance", "real_acceptance", "grad_norm", "lr")
 STALL = 3.0  # a step that takes longer than this many usual ones
 USUAL = 0.02  # weight of a step in the usual time of one
 
@@ -39,11 +39,12 @@ class Record:
     folder: Path
     receipt: dict[str, Any] = field(default_factory=dict)
     warmup: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    filling: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
     profile_text: str = ""
     curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in FIGURES})
-    per_slot: list[Curve] = field(default_factory=list)
+    per_slot: list[Curve] = field(default_factory=list)  # of training rows
+    real_per_slot: list[Any] = field(default_factory=list)  # of the last evaluation by decoding
     tokens_per_s: Curve = field(default_factory=Curve)
     last_step: int = 0
     slowest: list[tuple[float, int]] = field(default_factory=list)  # seconds, step
@@ -73,8 +74,9 @@ def read_run(folder: Path) -> Record:
     if not any((folder / name).is_file() for name in ("profile.toml", "metrics.jsonl", "receipt.json")):
         raise UsageError(f"{folder} holds no run; name the folder that `draftgraph train --run` wrote")
     record = Record(folder)
-    for name in ("receipt", "warmup", "plan"):
-        setattr(record, name, json_of(folder / f"{name}.json", record.trouble))
+    record.receipt, record.warmup, record.filling = (
+        json_of(folder / f"{name}.json", record.trouble) for name in ("receipt", "warmup", "buckets")
+    )
     try:
         record.profile_text = (folder / "profile.toml").read_text(errors="replace")
         record.profile = tomllib.loads(record.profile_text)
@@ -150,6 +152,8 @@ def read_metrics(record: Record, starts: list[float]) -> None:
             if index == len(record.per_slot):
                 record.per_slot.append(Curve())
             record.per_slot[index].add(step, value)
+        if isinstance(line.get("real_acceptance_per_slot"), list):
+            record.real_per_slot = [value if is_number(value) else None for value in line["real_acceptance_per_slot"]]
         now = line.get("time")
         if not is_number(now):
             continue

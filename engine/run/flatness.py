@@ -22,7 +22,7 @@ class Flatness:
     """Takes samples in order; a new process of the run starts anew. Fixed memory."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[int, int]] = {}  # device -> first and last of the warm-up
+        self._before: dict[str, int] = {}  # device -> first of the warm-up
         self._steady: dict[str, _Steady] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -38,8 +38,7 @@ class Flatness:
         ):
             return
         if line.get("phase") == "warm-up":
-            first, _ = self._before.get(device, (used, used))
-            self._before[device] = (first, used)
+            self._before.setdefault(device, used)
         elif line.get("phase") == "steady":
             seen = self._steady.setdefault(device, _Steady(now, used, used, used, now))
             if used != seen.first and seen.moved is None:
@@ -58,8 +57,7 @@ class Flatness:
         lasted = duration(seen.latest - seen.since)
         grown = ""
         if device in self._before:
-            first, last = self._before[device]
-            grown = f" (warm-up: {(last - first) / 2**30:+,.1f} GiB)"
+            grown = f" (warm-up: {(seen.first - self._before[device]) / 2**30:+,.1f} GiB)"
         if seen.moved is None:
             return f"flat: 0 MiB over {lasted}{grown}"
         return (

@@ -32,6 +32,7 @@ class View:
     step: int = 0
     loss: float | None = None
     acceptance: float | None = None
+    real_acceptance: float | None = None  # where the run evaluates itself by decoding
     tokens_per_s: float | None = None
     skipped: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -61,9 +62,10 @@ class View:
         return f"ETA {clock(took / done * (self.total - self.step))}, {clock(took)} so far"
 
     def figures(self) -> Text:
+        real = "" if self.real_acceptance is None else f", real {self.real_acceptance:.3f}"
         shown = [
             f"loss {plain(self.loss)}",
-            f"simulated acceptance {plain(self.acceptance)} (bonus counted)",
+            f"simulated acceptance {plain(self.acceptance)}{real} (bonus counted)",
             f"{self.tokens_per_s:,.0f} real tokens/s" if self.tokens_per_s is not None else "- real tokens/s",
             f"padding {100 * (1 - self.padding):.0f} %",
         ]

@@ -1,10 +1,11 @@
 """Samples devices in the background: used memory, busy share, power, clocks, temperature, what holds the clock back.
 
 Lines of devices.jsonl: {"event": "start"} where a process of the run begins, {"event": "phase"} where it goes from
-warm-up to steady and to its end, and samples of "cuda:N" and of the process itself ("host"); each has `time` and
-`phase`. Promises: one thread that makes no CUDA call, so that it may run beside a capture, and that never stops a run:
-without NVML, a permission or disk space it says so once and leaves out what it cannot have. A file grows with the
-logarithm of the run's time, but a change of a device's used memory is always written.
+warm-up to steady, to what comes after the steps, and to its end; and samples of "cuda:N" and of the process itself
+("host"); each has `time` and `phase`.
+Promises: one thread that makes no CUDA call, so that it may run beside a capture, and that never stops a run: without
+NVML, a permission or disk space it says so once and leaves out what it cannot have. A file grows with the logarithm of
+the run's time, but a change of a device's used memory is always written.
 """
 
 import json
@@ -22,7 +23,7 @@ from draftgraph.capture import nvml
 from draftgraph.engine.run.flatness import HOST, Flatness
 
 DENSE_SECONDS = 600.0  # so long every sample is written
-WARM_UP, STEADY, END = "warm-up", "steady", "end"
+WARM_UP, STEADY, AFTER, END = "warm-up", "steady", "after", "end"
 
 
 class Sampler:
@@ -56,11 +57,11 @@ class Sampler:
         self._thread.start()
 
     def enter(self, phase: str) -> None:
-        """Go to another phase: the last sample of the one before and the first of this are taken soon."""
+        """Go to another phase; its first sample is taken at once, by the thread."""
         self._orders.put(phase)
 
     def close(self) -> None:
-        """Take the last sample and end. A driver that hangs is not waited for."""
+        """End. A driver that hangs is not waited for."""
         if self._thread.is_alive():
             self._orders.put(END)
             self._thread.join(timeout=5.0)
@@ -79,7 +80,6 @@ class Sampler:
             except Empty:
                 self._sample()
                 continue
-            self._sample(due=True)
             self.phase = order
             self._write({"event": "phase"})
             if order != END:
