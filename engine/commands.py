@@ -112,15 +112,19 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
 def export(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.models.export import export_zlab
     from draftgraph.engine.models.target import load_config
+    from draftgraph.engine.run.loggers import log_export
     from draftgraph.engine.saved import load_saved
 
     saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
     target = args.target or saved.target
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")
-    return export_zlab(
+    summary = export_zlab(
         Path(args.out), saved.drafter, load_config(target), card={"base_model": target, "step": saved.step}
     )
+    if told := log_export(Path(args.source), Path(args.out)):
+        console.print(told, markup=False)
+    return summary
 
 
 def regenerate(args: argparse.Namespace, console: Console) -> Summary:

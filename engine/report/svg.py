@@ -80,7 +80,8 @@ class _Axes:
         self.x0, self.x1 = x if x[0] < x[1] else (x[0] - 0.5, x[0] + 0.5)
         low, high = (min(0.0, y[0]), y[1]) if plot.from_zero else y
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-        self.y0, self.y1 = low if plot.from_zero else low - margin, high + margin
+        # The names of shades stand above the lines.
+        self.y0, self.y1 = low if plot.from_zero else low - margin, high + (3 if plot.shades else 1) * margin
 
     def left(self, x: float) -> float:
         return LEFT + (x - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
