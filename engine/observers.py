@@ -118,8 +118,9 @@ class Observers:
             last = tally.first_and_last()
             self.view.loss, self.view.acceptance = last["loss_last"], last["acceptance_after"]
             self.view.skipped = tally.skipped
-        headline = ", ".join(tally.headline(real_tokens_per_s).splitlines())
-        self.lines.say(f"step {step} of {self.plan.profile.run.steps}: {headline}")
+        else:
+            headline = ", ".join(tally.headline(real_tokens_per_s).splitlines())
+            self.lines.say(f"step {step} of {self.plan.profile.run.steps}: {headline}")
 
     def judged(self) -> dict[str, Any]:
         """Figures for the summary, after the last sample: is the devices' memory flat, what did loggers miss."""
@@ -129,7 +130,7 @@ class Observers:
             "log_messages_dropped": self.loggers.dropped if self.loggers.sinks else None,
         }
 
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self) -> None:
         """Write the report, say what was found, end the loggers."""
         for sentence in self.sampler.flatness.sentences():
             self.say(f"memory of {sentence}")
@@ -137,7 +138,7 @@ class Observers:
             self.say(f"report: {write_report(self.folder)}")
         except Exception as error:  # a run that ends well must not fail by a picture of it
             self.say(f"no report ({error!r}); `draftgraph report {self.folder}` tries again")
-        if told := self.loggers.close(summary, [self.folder / name for name in FILES]):
+        if told := self.loggers.close([self.folder / name for name in FILES]):
             self.say(told)
 
 

@@ -287,7 +287,7 @@ def run(
     }
     ours = {**summary, "warmup_seconds": evidence["seconds"], "verified": evidence["verified"]}
     write_receipt(folder / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
-    observers.finish(summary)
+    observers.finish()
     if tally.skipped:
         console.print(
             f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "

@@ -75,7 +75,7 @@ def test_a_slow_network_drops_and_counts_and_never_waits(folder, fake, monkeypat
     assert log.dropped > 1000 and log.sent + log.dropped == 3000
     assert slowest < 0.5  # a scheduler's slice, not a message's time
     since = time.perf_counter()
-    said = log.close({"steps": 3000}, [], patience=0.5)
+    said = log.close([], patience=0.5)
     assert time.perf_counter() - since < 3 and "still writing" in said and "messages were dropped" in said
     end(log.process)
 
@@ -87,7 +87,7 @@ def test_a_login_that_fails_is_written_offline(folder, fake, monkeypatch):
     assert sinks == ["wandb=online"]
     log = Loggers(folder, sinks)
     log.log(1, {"loss": 2.0})
-    assert log.close({}, []).startswith("wandb: offline, run ")
+    assert log.close([]).startswith("wandb: offline, run ")
     assert [init["mode"] for init in fake("init")] == ["offline"] and fake("log") == [{"step": 1, "loss": 2.0}]
     assert "user is not logged in" in (folder / "loggers.log").read_text()
 
@@ -96,7 +96,7 @@ def test_a_package_that_crashes_is_told_and_costs_nothing(folder, fake, monkeypa
     monkeypatch.setenv("FAKE_IMPORT", "1")
     log = Loggers(folder, ["wandb=offline"])
     log.log(1, {"loss": 2.0})
-    assert log.close({"steps": 1}, []).startswith("no logger started: see ")
+    assert log.close([]).startswith("no logger started: see ")
     assert "a broken package" in (folder / "loggers.log").read_text()
 
 
@@ -105,20 +105,28 @@ def test_a_process_that_dies_is_not_missed(folder, fake):
     end(log.process)
     for step in range(10):
         log.log(step, {"loss": 1.0})
-    assert log.dropped == 10 and "10 of 10 messages were dropped" in log.close({"steps": 10}, [])
+    assert log.dropped == 10 and "10 of 10 messages were dropped" in log.close([])
 
 
 def test_a_full_disk_is_told_and_costs_nothing(folder, fake):
     (folder / "loggers.log").mkdir()
     log = Loggers(folder, ["wandb=offline"])
     log.log(1, {"loss": 1.0})
-    assert log.close({}, []).startswith("no wandb=offline: ")
+    assert log.close([]).startswith("no wandb=offline: ")
     (folder / "loggers.log").rmdir()
     (folder / ".loggers.json.partial").symlink_to("/dev/full")
     log = Loggers(folder, ["wandb=offline"])
     log.log(1, {"loss": 1.0})
-    log.close({}, [])
+    log.close([])
     assert log.process.returncode == 0 and fake("init") == []  # without a state there is no id to keep
+
+
+def test_half_a_message_is_left_out(folder, fake):
+    log = Loggers(folder, ["wandb=offline"])
+    os.write(log.pipe, b'{"step": 1, "figu\n')
+    log.log(2, {"loss": 1.0})
+    assert log.close([]).startswith("wandb: offline")
+    assert fake("log") == [{"step": 2, "loss": 1.0}] and fake("finish") == [0]
 
 
 def test_a_run_that_breaks_is_marked_so(folder, fake):
@@ -132,7 +140,7 @@ def test_a_run_that_breaks_is_marked_so(folder, fake):
 def test_no_key_reaches_the_run_folder(folder, fake, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     log = Loggers(folder, ["wandb=offline"])
-    log.close({"steps": 1}, [folder / "profile.toml"])
+    log.close([folder / "profile.toml"])
     assert fake("finish") == [0]
     assert not [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
@@ -188,7 +196,7 @@ def test_the_real_wandb_writes_offline_with_a_home_that_may_not_be_written(folde
     log = Loggers(folder, ["wandb=offline"])
     for step in range(20):
         log.log(step, {"loss": 1.0 / (step + 1)})
-    said = log.close({"steps": 20}, [folder / "report.html", folder / "profile.toml"])
+    said = log.close([folder / "report.html", folder / "profile.toml"])
     assert said.startswith("wandb: offline, run ") and "dropped" not in said, (folder / "loggers.log").read_text()
     identity = json.loads((folder / "loggers.json").read_text())["wandb_id"]
     (written,) = (folder / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
@@ -201,7 +209,7 @@ def test_tensorboard_takes_the_same_figures(folder):
     pytest.importorskip("tensorboard")
     log = Loggers(folder, ["tensorboard"])
     log.log(3, {"loss": 1.5})
-    assert log.close({"steps": 3}, []).startswith("TensorBoard: tensorboard --logdir ")
+    assert log.close([]).startswith("TensorBoard: tensorboard --logdir ")
     (events,) = (folder / "tensorboard").glob("events*")
     assert b"loss" in events.read_bytes()
 

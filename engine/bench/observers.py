@@ -134,5 +134,5 @@ def watched_steps(
         watch.close()
         tally.close()
         judged = seen.judged()
-        seen.loggers.close({}, [])
+        seen.loggers.close([])
         return {"thread_seconds": spent, "host_syncs": watch.host_syncs, "findings": watch.findings, **judged}

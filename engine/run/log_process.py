@@ -76,7 +76,7 @@ class Wandb:
         for path in files:
             if path.suffix == ".html":
                 self.run.log({"report": self.wandb.Html(path.read_text(), inject=False)})
-        if summary is not None:
+        if summary:
             self.run.summary.update({f"final/{name}": value for name, value in summary.items()})
         if files:
             folders = [path for path in files if path.is_dir()]
@@ -107,7 +107,7 @@ class TensorBoard:
                 self.writer.add_scalar(name, value, step)
 
     def finish(self, summary: dict[str, Any] | None, files: list[Path]) -> None:
-        if summary is not None:
+        if summary:
             self.writer.add_text("summary", f"```\n{json.dumps(summary, indent=1)}\n```")
         self.writer.close()
 
@@ -158,17 +158,29 @@ class Process:
 
     def read(self, lines: Iterable[str]) -> None:
         """Log every line; finish with the last one, or where the lines end without it."""
-        last: dict[str, Any] = {"summary": None, "files": []}
+        files: list[Path] | None = None
         for line in lines:
-            message = json.loads(line)
-            if "summary" in message:
-                last = message
+            try:
+                message = json.loads(line)
+            except ValueError:  # the pipe took half of it
+                continue
+            if "files" in message:
+                files = [Path(name) for name in message["files"]]
                 break
             for kind, sink in list(self.sinks.items()):
                 self.guarded(kind, lambda s=sink, m=message: s.log(m["step"], m["figures"]))
         signal.alarm(LAST_SECONDS)
         for kind, sink in list(self.sinks.items()):
-            self.guarded(kind, lambda s=sink: s.finish(last["summary"], [Path(name) for name in last["files"]]))
+            self.guarded(kind, lambda s=sink: s.finish(None if files is None else summary_of(files), files or []))
+
+
+def summary_of(files: list[Path]) -> dict[str, Any]:
+    """The figures of the receipt among the files, without nested ones."""
+    for path in files:
+        if path.name == "receipt.json":
+            ours = json.loads(path.read_text())["ours"]
+            return {name: value for name, value in ours.items() if not isinstance(value, list | dict)}
+    return {}
 
 
 def main(arguments: list[str]) -> None:

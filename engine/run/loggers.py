@@ -103,8 +103,8 @@ class Loggers:
         assert self.process.stdin is not None
         self.pipe = self.process.stdin.fileno()
         os.set_blocking(self.pipe, False)
-        # Beyond what an administrator allows, the size stays as it is.
-        with contextlib.suppress(OSError):
+        # Where a system does not know it, or an administrator not allow it, the size stays as it is.
+        with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(self.pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -123,20 +123,17 @@ class Loggers:
         self.dropped += not fits
         return fits
 
-    def close(self, summary: Mapping[str, Any], files: Sequence[Path], patience: float = PATIENCE_SECONDS) -> str:
-        """End the process with the run's last figures and its files; a line for people, empty where none was started.
+    def close(self, files: Sequence[Path], patience: float = PATIENCE_SECONDS) -> str:
+        """End the process with the run's files; a line for people, empty where none was started.
 
         Args:
-            summary: written beside the run; nested values are left out.
-            files: what becomes an artefact, files or folders.
+            files: what becomes an artefact, files or folders; the figures of a receipt.json become the summary.
         """
         if self.process is None:
             return self.trouble
-        deadline = time.monotonic() + patience
-        final = {name: value for name, value in summary.items() if not isinstance(value, list | dict)}
-        message = {"summary": final, "files": [str(path.absolute()) for path in files if path.exists()]}
-        dropped = self.dropped
-        while not self._send(message) and self.process.poll() is None and time.monotonic() < deadline:
+        deadline, dropped = time.monotonic() + patience, self.dropped
+        last = {"files": [str(path.absolute()) for path in files if path.exists()]}
+        while not self._send(last) and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         self.dropped = dropped
         ended = self._wait(deadline)
@@ -174,4 +171,4 @@ def log_export(folder: Path, exported: Path) -> str:
         mode = state["wandb_mode"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return Loggers(folder, [f"wandb={mode}"]).close({}, [exported])
+    return Loggers(folder, [f"wandb={mode}"]).close([exported])
