@@ -24,6 +24,7 @@ from draftgraph.engine.commands import (
     plan,
     prepare,
     regenerate,
+    report,
     trace,
     train,
     warmup,
@@ -187,6 +188,15 @@ def parser() -> argparse.ArgumentParser:
     add_profile(sub)
     sub.add_argument("--steps", type=positive, default=5, metavar="N", help="steps to trace (%(default)s)")
     sub.add_argument("--node", action="store_true", help="nsys: every kernel of a graph, not the graph as a whole")
+
+    sub = add(
+        "report",
+        report,
+        "write a run's report.html again, also while it goes on, or beside another run",
+        "example: draftgraph report runs/first\n         draftgraph report runs/first --against runs/second",
+    )
+    sub.add_argument("source", metavar="RUN", help="run folder")
+    sub.add_argument("--against", metavar="RUN", help="another run folder, drawn beside it")
 
     sub = add(
         "eval",

@@ -106,6 +106,13 @@ def trace(args: argparse.Namespace, console: Console) -> Summary:
     return trace_steps(Request(args.profile, args.assignments, run_folder(args), args.steps, args.node), console)
 
 
+def report(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.report.page import write_report
+
+    against = Path(args.against) if args.against else None
+    return {"report": str(write_report(Path(args.source), against))}
+
+
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.saved import EvalOptions, evaluate_saved, keep_evaluation, load_saved
     from draftgraph.engine.show import show_evaluation
@@ -134,6 +141,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
 def export(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.models.export import export_drafter
     from draftgraph.engine.models.target import load_config
+    from draftgraph.engine.run.loggers import log_export
     from draftgraph.engine.saved import card_facts, load_saved
 
     source = Path(args.source)
@@ -142,7 +150,10 @@ def export(args: argparse.Namespace, console: Console) -> Summary:
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")
     facts = card_facts(source, saved, target)
-    return export_drafter(Path(args.out), saved.drafter, load_config(target), form=args.format, card=facts)
+    summary = export_drafter(Path(args.out), saved.drafter, load_config(target), form=args.format, card=facts)
+    if told := log_export(source, Path(args.out)):
+        console.print(told, markup=False)
+    return summary
 
 
 def regenerate(args: argparse.Namespace, console: Console) -> Summary:

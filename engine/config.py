@@ -123,6 +123,9 @@ class CheckpointSection:
 @dataclass(frozen=True)
 class LogSection:
     every: int = 10  # steps
+    wandb: str = choice("auto", "off", "offline", "online")  # auto: online where a key is found, else offline
+    tensorboard: bool = False
+    sample_seconds: float = 1.0  # between samples of the devices; 0: none
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ NOT_NEGATIVE = {
     "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
     "checkpoint": ["every"],
     "eval": ["every"],
+    "log": ["sample_seconds"],
 }
 
 

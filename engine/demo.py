@@ -123,6 +123,7 @@ def story(s: dict[str, Any]) -> Panel:
         f"\nAnswers {same} plain greedy decoding.\n"
         f"{s['steps']} steps, {mode}, {s['seconds'] / 60:.1f} minutes in all.\n"
         f"Run folder: {escape(s['run'])}\n"
+        f"Curves, memory, evidence: {escape(s['run'])}/report.html\n"
         f"Drafter for SGLang and vLLM: {escape(s['export'])}\n"
         f"Next: draftgraph eval {escape(s['run'])} --num-prompts 32\n"
         "Your own data: draftgraph prepare --help"

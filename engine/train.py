@@ -20,9 +20,10 @@ from draftgraph.engine.build import DTYPES, Engine, build, resolve_device
 from draftgraph.engine.config import Profile
 from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError
 from draftgraph.engine.evidence import devices_before
+from draftgraph.engine.observers import Observers
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.predict.pace import Pace
-from draftgraph.engine.progress import PlainLines, progress_bar, teller
+from draftgraph.engine.progress import progress_bar, teller
 from draftgraph.engine.roll_back import with_roll_backs
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
@@ -104,19 +105,21 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
     """Warm up, then the run; returns the summary of `draftgraph train`."""
     with joined(profile) as hosts:
         plan = dataclasses.replace(make_plan(profile), host=hosts.rank, hosts=hosts.count)
-        own = hosts.folder(folder)
+        own, placement = hosts.folder(folder), profile.placement
         with locked(own), signals.usr1_ignored():
             start = open_run(folder, own, plan, resume, console)
             found = checkpoint.step_of(start) if start else -1
             hosts.agree([found], "the checkpoint to go on from: they must share the file system of the run folder")
             plan.rows.verify()
             across = hosts if hosts.count > 1 else None
-            with warm_engine(plan, own, console, resume, across) as (engine, evidence):
+            devices = [resolve_device(name) for name in placement.targets + placement.drafters]
+            watching = Observers(plan, devices, own, console, max(found, 0))
+            with watching as observers, warm_engine(plan, own, console, resume, across) as (engine, evidence):
                 tuning.save(own / "tuning.json")
                 with signals.listen() as requests:
 
                     def go_on(start: Path | None, rate_share: float | None) -> dict[str, Any]:
-                        return run(engine, evidence, folder, start, rate_share, requests, console, hosts)
+                        return run(engine, evidence, folder, start, rate_share, requests, console, hosts, observers)
 
                     return with_roll_backs(go_on, start, folder / "checkpoints", engine.rig, teller(console))
 
@@ -130,6 +133,7 @@ def run(
     requests: signals.Requests,
     console: Console,
     hosts: Hosts,
+    observers: Observers,
 ) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
@@ -178,7 +182,9 @@ def run(
                 console.print(Text(line, style="bold red"))
 
         def look(wait: bool = False) -> None:
-            health.look(tally.add(late.finished(wait)))
+            rows = tally.add(late.finished(wait))
+            health.look(rows)
+            observers.look(rows)
 
         def is_good(step: int) -> bool:
             look()
@@ -198,17 +204,17 @@ def run(
             if goes_on:
                 pauses.append(1e3 * (time.perf_counter() - since))
 
-        lines = PlainLines(console)
-        with progress_bar(console) as progress:
-            task = progress.add_task("train", total=profile.run.steps, completed=first_step)
+        with observers.steady():
             try:
                 ended = hosts.heard.stop
                 while not ended:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
                         while step < segment_end and not hosts.heard and not broken(watch, profile):
+                            tokens = scheduler.real_tokens
                             issue(scheduler, late, step + 1)
                             step += 1
+                            tally.issued[step] = scheduler.real_tokens - tokens
                             equality.after(step)
                             hosts.exchange(requests)
                             if engine.held_out and engine.held_out.due(step):
@@ -221,17 +227,14 @@ def run(
                             if step % profile.log.every == 0:
                                 mark()
                                 host.look(step)
-                                rate = scheduler.real_tokens / (time.perf_counter() - started)
-                                headline = tally.headline(rate)
-                                progress.update(task, completed=step, description=headline)
-                                lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
+                                observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
                         mark()
                     hosts.heard.checkpoint = False
                     ended = hosts.heard.stop or step == profile.run.steps or broken(watch, profile)
                     equality.after(step, now=True)
                     hosts.agree(equality.values(), f"their parameters after step {step}")
                     save(goes_on=not ended)
-                    progress.update(task, completed=step)
+                    observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
                             f"{'; '.join(watch.findings)}. The profile says capture.watch = 'strict': stopped after "
@@ -278,11 +281,13 @@ def run(
         "lane_time": scheduler.meter.shares(),
         "scheduler_busy": cpu_seconds / seconds if evidence["mode"] == "graph" else None,  # an eager one computes
         "data_wait_ms_p99": p99_ms(scheduler.data_waits),
+        **observers.judged(),
         "seconds": seconds,
         "receipt": str(hosts.folder(folder) / "receipt.json"),
     }
     ours = {**summary, "warmup_seconds": evidence["seconds"], "verified": evidence["verified"]}
     write_receipt(hosts.folder(folder) / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
+    observers.finish()
     if tally.skipped:
         console.print(
             f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "

@@ -205,3 +205,11 @@ def test_a_training_workload_is_flat_and_timed_on_a_gpu():
     assert ours["alloc_bytes_per_step"] == ours["reserved_range_bytes"] == ours["host_syncs_per_step"] == 0
     assert all(row["replay_ms"] > 0 for row in ours["graphs"]) and ours["capture_seconds"] > 0
     assert abs(ours["loss"] - np.log(248320)) < 1
+
+
+@without_gpu
+def test_watched_steps_and_bare_ones_train_on_the_same_rows(tmp_path):
+    _, receipts = run(tmp_path, "observers")
+    ours = receipts["observers"]["ours"]
+    assert ours["step_ms_on"] > 0 and ours["step_ms_off"] > 0 and ours["steps"] == 5
+    assert ours["host_syncs"] is None and ours["findings"] == [] and ours["log_messages_dropped"] == 0

@@ -25,6 +25,7 @@ INTERFACE = {
     "plan": ["profile", "--run", "--set", "--gpu", "--warmup", "--timeline", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
+    "report": ["source", "--against", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": [
         *(

@@ -45,6 +45,9 @@ def test_a_run_trains_and_leaves_a_whole_run_folder(tmp_path, family):
         "receipt.json",
         "warmup.json",
         "metrics.jsonl",
+        "devices.jsonl",
+        "buckets.json",
+        "report.html",
         "checkpoints",
     }
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftgraph.engine.bench import kernels, overlap, steps
+from draftgraph.engine.bench import kernels, observers, overlap, steps
 from draftgraph.engine.bench.goals import FP8_GOALS, GOALS, Goal
 from draftgraph.engine.bench.protocol import Bench, Result
 from draftgraph.engine.show import bytes_text, columns_table
@@ -43,6 +43,7 @@ def bench(
         "attention": kernels.attention,
         "cross-entropy": kernels.cross_entropy,
         "optimizer": kernels.optimizer,
+        "observers": observers.observers,
     }
     started = time.perf_counter()
     if not torch.cuda.is_available():

@@ -10,6 +10,7 @@ WORKLOADS = {
     "overlap": "target and drafter on one GPU: the target working ahead on its own stream, against strictly in turn",
     "attention": "anchor attention, forward and backward, against flex_attention and the floor",
     "cross-entropy": "linear cross-entropy against its two matrix products alone, and its workspace",
+    "observers": "every observer of a run (panel, samples, watch, loggers) against none, at 0.8B shapes",
     "optimizer": "optimizer step of the 27B drafter's 1.7 G parameters against copy bandwidth",
 }
 
@@ -38,6 +39,7 @@ GOALS = {
     "overlap": [Goal("ratio", 1.0), Goal("ratio_08b", 1.0)],
     "attention": [Goal("ratio", 1.3)],
     "cross-entropy": [Goal("time_over_products", 1.15, at_most=True), Goal("workspace_bytes", 2 * 2**30, at_most=True)],
+    "observers": [Goal("added_percent", 0.5, at_most=True), Goal("host_syncs", 0, at_most=True)],
     "optimizer": [Goal("copy_share", 0.85)],
 }
 # With the target's products in FP8.
