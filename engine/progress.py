@@ -26,7 +26,7 @@ def teller(console: Console) -> Callable[[str], None]:
 
 
 class PlainLines:
-    """Where a bar cannot be drawn (a log file, CI): a line now and then."""
+    """Where nothing can be redrawn in place (a log file, CI): a line now and then."""
 
     EVERY_SECONDS = 30.0
 
@@ -35,6 +35,6 @@ class PlainLines:
 
     def say(self, line: str) -> None:
         now = time.monotonic()
-        if not self.console.is_terminal and now - self.told >= self.EVERY_SECONDS:
+        if now - self.told >= self.EVERY_SECONDS:
             self.told = now
             self.console.print(line, markup=False)

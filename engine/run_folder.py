@@ -16,9 +16,11 @@ from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import write_text
 
 
-def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
+def open_run(folder: Path, own: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
     """Check that a run may start or go on in a locked folder; its profile is written only then.
 
+    Args:
+        own: where this host writes; the run folder itself for the first, which alone writes checkpoints.
     Returns:
         The checkpoint to go on from.
     Raises:
@@ -26,7 +28,7 @@ def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path |
     """
     checkpoints = folder / "checkpoints"
     started = bool(checkpoint.found(checkpoints))
-    profile_file = folder / "profile.toml"
+    profile_file = own / "profile.toml"
     if profile_file.exists() and not is_resolved(profile_file):
         raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
     if started and not resume:

@@ -5,11 +5,21 @@ never lets data choose a shape, so it can be captured as well. It does not try t
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Quantised(NamedTuple):
+    """A tensor as `values * scales`."""
+
+    values: Tensor  # [..., D] float8_e4m3fn
+    scales: Tensor  # [..., 1] float32
 
 
 def anchor_attention(
@@ -93,6 +103,16 @@ def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> 
     cross_entropy, log_sum, best = softmax_statistics(logits, labels)
     softmax_gradient_(logits, labels, log_sum, weights)
     return cross_entropy, best
+
+
+def divergence_gradient_(logits: Tensor, others: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergence from the others' distribution, the logits overwritten; see cross_entropy.divergence_gradient_."""
+    best, other_best = logits.argmax(-1), others.argmax(-1)
+    q, p = logits.float().log_softmax(-1), others.float().log_softmax(-1)
+    share = p.exp()
+    divergence = (share * (p - q)).sum(-1)
+    logits.copy_(torch.where((weights == 0)[:, None], 0.0, (q.exp() - share) * weights[:, None]))
+    return divergence, best, other_best
 
 
 def adamw_(
@@ -189,6 +209,37 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def quantise_rows(x: Tensor) -> Quantised:
+    """x as e4m3 times a float32 scale per row; see fp8.quantise_rows."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(E4M3).max
+    return Quantised((wide / scales).to(E4M3), scales)
+
+
+def rms_norm_quantised(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Quantised:
+    """`rms_norm`, quantised; see rms_norm.rms_norm_quantised."""
+    return quantise_rows(rms_norm(x.float(), weight, eps, zero_centred))
+
+
+def add_rms_norm_quantised(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Quantised, Tensor]:
+    """`add_rms_norm`, its norm quantised; see rms_norm.add_rms_norm_quantised."""
+    total = x + residual
+    return rms_norm_quantised(total, weight, eps, zero_centred), total
+
+
+def swiglu_quantised(gate_up: Tensor) -> Quantised:
+    """`swiglu`, quantised; see fp8.swiglu_quantised."""
+    return quantise_rows(swiglu(gate_up.float()))
+
+
+def scaled_linear(x: Quantised, weight: Quantised, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x times the weight transposed, plus the bias, in `dtype`; see fp8.scaled_linear."""
+    out = F.linear(x.values.float(), weight.values.float()) * x.scales * weight.scales[:, 0]
+    return (out if bias is None else out + bias).to(dtype)
+
+
 def causal_conv(x: Tensor, weight: Tensor, normalise: bool) -> Tensor:
     """Convolve every channel with its own past, apply SiLU, bring heads to length 1; see causal_conv.causal_conv."""
     R, S, H, C = x.shape
@@ -252,3 +303,20 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Te
         out[:, :, n] = read[:, :, n] @ memory + scores[:, :, n] @ correction
         memory = memory * keep[:, :, n].exp() + carried[:, :, n].transpose(2, 3) @ correction
     return out.flatten(2, 3)[:, :, :S].transpose(1, 2).contiguous().to(dtype)
+
+
+def gated_delta_from(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rule token by token from a memory; see gated_delta.gated_delta_from."""
+    group, dtype = v.shape[2] // q.shape[2], q.dtype
+    compute = torch.promote_types(dtype, torch.float32)
+    q, k = (x.to(compute) * torch.rsqrt(x.to(compute).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(group, 2)[..., None] for x in (q * q.shape[-1] ** -0.5, k))
+    out = []
+    for t in range(v.shape[1]):
+        memory = memory * log_decay[:, t, :, None, None].exp()
+        held = (memory * k[:, t]).sum(-2)
+        memory = memory + k[:, t] * (strength[:, t, :, None] * (v[:, t] - held))[..., None, :]
+        out.append((memory * q[:, t]).sum(-2))
+    return torch.stack(out, 1).to(dtype), memory

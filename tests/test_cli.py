@@ -1,5 +1,6 @@
 """The command line: its frozen interface, and bad input as one readable message."""
 
+import hashlib
 import json
 import re
 import sys
@@ -21,17 +22,30 @@ INTERFACE = {
         *("--format", "--mask", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
         *("--workers", "--show-rows"),
     ],
-    "plan": ["profile", "--run", "--set", "--picture", "--json"],
+    "plan": ["profile", "--run", "--set", "--gpu", "--warmup", "--timeline", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
+    "report": ["source", "--against", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
-    "eval": ["source", "--target", "--prompts", "--num-prompts", "--max-new-tokens", "--untrained", "--json"],
-    "export": ["source", "--out", "--format", "--target", "--json"],
+    "eval": [
+        *(
+            "source",
+            "--best",
+            "--target",
+            "--prompts",
+            "--num-prompts",
+            "--max-new-tokens",
+            "--batch-size",
+            "--temperature",
+        ),
+        *("--tree", "--dtype", "--untrained", "--json"),
+    ],
+    "export": ["source", "--best", "--out", "--format", "--target", "--json"],
     "regenerate": [
         *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
         *("--server", "--server-model", "--concurrency", "--timeout", "--retries", "--api-key-env", "--json"),
     ],
-    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--json"],
+    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--set", "--json"],
     "demo": ["--run", "--json"],
 }
 
@@ -311,6 +325,19 @@ def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
     assert summary["format"] == "zlab" and summary["tensors"] == 3 + 11 * 2
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    digest = hashlib.sha256((run / "receipt.json").read_bytes()).hexdigest()
+    assert "| steps | 6 |" in card and digest in card and "| data | 24 rows, " in card
+    (run / "eval-questions.json").write_text(
+        json.dumps(
+            {"step": 6, "temperature": 0.0, "sets": [{"name": "a/questions.jsonl", "prompts": 3, "acceptance": 2.5}]}
+        )
+    )
+    (run / "eval-of-an-earlier-step.json").write_text(json.dumps({"step": 3}))
+    arguments = ["export", str(run), "--format", "speculators", "--out", str(tmp_path / "other"), "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["format"] == "speculators"
+    assert "| acceptance length, 3 prompts of questions.jsonl | 2.500 |" in (tmp_path / "other/README.md").read_text()
     assert (
         main(["export", str(tmp_path / "drafter"), "--target", write_target(tmp_path), "--out", str(tmp_path / "b")])
         == 0

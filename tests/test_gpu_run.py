@@ -46,6 +46,14 @@ def test_a_captured_run_trains_the_bits_of_an_eager_run(tmp_path, family, dtype)
     assert all(torch.equal(captured[name], eager[name]) for name in captured)
 
 
+@pytest.mark.parametrize("labels", ["target", "argmax"])
+def test_labels_of_the_target_are_captured(tmp_path, labels):
+    summary, captured = run(tmp_path, "captured", drafter={"labels": labels, "loss_norm": "slots"})
+    _, eager = run(tmp_path, "eager", mode="eager", drafter={"labels": labels, "loss_norm": "slots"})
+    assert summary["graphs"] == 7
+    assert all(torch.equal(captured[name], eager[name]) for name in captured)
+
+
 def test_hand_off_slots_train_the_bits_of_a_shared_buffer(tmp_path):
     _, shared = run(tmp_path, "shared")
     _, ring = run(tmp_path, "ring", placement={"look_ahead": 2})

@@ -18,7 +18,7 @@ from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import flush
 from draftgraph.engine.run.lanes import DrafterLane
-from draftgraph.engine.run.streams import Event, on
+from draftgraph.engine.run.streams import Event, Stream, on
 
 
 class Copied(Event):
@@ -28,8 +28,8 @@ class Copied(Event):
         super().__init__(device)
         self.held: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def hold(self, stream: torch.cuda.Stream | None) -> None:
-        if stream is None:
+    def hold(self, stream: Stream) -> None:
+        if not isinstance(stream, torch.cuda.Stream):
             return
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -61,6 +61,7 @@ class CheckpointWriter:
         self.folder, self.log, self.drafters = folder, log, drafters
         self.identity, self.keep = identity, keep
         self.last_step = self.last_written = last_step
+        self.best_step = 0  # whose checkpoint stays beside the newest ones; 0: none
         flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
         self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
         self.counts = torch.zeros(3, pin_memory=pinned)  # updates, skipped, share of the rate
@@ -143,7 +144,7 @@ class CheckpointWriter:
             counts = {"updates": int(updates), "skipped": int(skipped), "rate_share": rate_share}
             scalars = {**position, **counts, **self.identity}
             flush(self.log)
-            checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep)
+            checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep, self.best_step)
             self.last_written = position["step"]
         except OSError as error:
             self.error = RunError(
@@ -175,3 +176,22 @@ class CheckpointWriter:
             # What ended the run first is what its user is told.
             if error is None:
                 raise
+
+
+class NoWriter(CheckpointWriter):
+    """On hosts that write no checkpoints: they go on at once. Owns nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.last_written = arguments[-1]
+
+    def save(self, step: int, micro_step: int, last: bool) -> Sequence[Event]:
+        return []
+
+    def poll(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def held_ms(self) -> list[float] | None:
+        return None
