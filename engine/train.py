@@ -187,6 +187,7 @@ def run(
             observers.look(rows)
 
         def is_good(step: int) -> bool:
+            equality.look(wait=False)  # it left the devices before the checkpoint's copies did
             look()
             return health.worth_keeping(step)
 
@@ -194,15 +195,12 @@ def run(
         host = HostMemory(training_and(loader.pid), say)
 
         def save(goes_on: bool) -> None:
-            since = time.perf_counter()
             if not goes_on:
                 scheduler.drain()
                 look(wait=True)
             plan.rows.check_unchanged()
             writer.best_step = tally.best_step if profile.checkpoint.keep_best else 0
             scheduler.copied = writer.save(step, step * profile.optim.accumulate, last=not goes_on)
-            if goes_on:
-                pauses.append(1e3 * (time.perf_counter() - since))
 
         with observers.steady():
             try:
@@ -231,9 +229,14 @@ def run(
                         mark()
                     hosts.heard.checkpoint = False
                     ended = hosts.heard.stop or step == profile.run.steps or broken(watch, profile)
+                    since = time.perf_counter()
                     equality.after(step, now=True)
-                    hosts.agree(equality.values(), f"their parameters after step {step}")
+                    if hosts.count > 1:
+                        equality.look(wait=True)
+                        hosts.agree(equality.values(), f"their parameters after step {step}")
                     save(goes_on=not ended)
+                    if not ended:
+                        pauses.append(1e3 * (time.perf_counter() - since))
                     observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(

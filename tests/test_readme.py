@@ -25,6 +25,13 @@ def test_the_figures_of_a_receipt_are_those_of_the_readme(path):
         assert f"{receipt['ours']['tokens_per_s']:,.0f}" in README and f"{receipt['ratio']:.2f}" in README
         assert f"{receipt['ours']['collate_ms']:.1f} ms" in README
         return
+    if receipt["workload"] == "soak":
+        ours = receipt["ours"]
+        assert ours["wrong_bits"] == ours["failures"] == ours["processes_left"] == 0
+        assert ours["handles_before"] == ours["handles_after"]
+        assert f"{ours['fuzzed_inputs']:,} broken" in README and f"{ours['kills']} kills" in README
+        assert f"{100 * ours['long_run_memory_growth']:.2f} %" in README
+        return
     assert f"{receipt['ours']['real_tokens_per_s']:,.0f}" in README
     if "evaluation" in receipt:
         assert f"{receipt['evaluation']['acceptance_trained']:.3f}" in README

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -168,16 +169,23 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_the_file_holds_its_ow
 
 
 def test_a_slow_disk_holds_the_next_checkpoint_back_and_the_pause_is_told(trained, tmp_path, monkeypatch):
-    real, writing = checkpoint.write, []
+    real_write, real_step, writing, issued = checkpoint.write, Scheduler.step, [], [0]
 
     def slow(folder, step, *rest):
         assert not writing  # one at a time
         writing.append(step)
-        threading.Event().wait(0.3)
-        real(folder, step, *rest)
+        while step < 3 and issued[0] < step + 1:
+            time.sleep(0.01)
+        time.sleep(0.3)  # from the next step on
+        real_write(folder, step, *rest)
         writing.clear()
 
+    def step(self):
+        real_step(self)
+        issued[0] += 1
+
     monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(Scheduler, "step", step)
     profile = tiny_profile(tmp_path, run={"steps": 3}, checkpoint={"every": 1})
     summary = train(profile, tmp_path / "run", False, QUIET)
     assert [p.name for p in checkpoint.found(tmp_path / "run" / "checkpoints")] == [f"step-00000{n}" for n in (1, 2, 3)]

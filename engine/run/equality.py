@@ -1,8 +1,7 @@
 """Do all drafters hold the same bits? A checksum of each slice of the parameters on every drafter, every some steps.
 
 Promises: no wait: the sums are made by a captured step of each lane and read once they have arrived; a check that has
-not arrived skips the next. Before a checkpoint it is waited for, where there are several drafters; then hosts are
-compared too.
+not arrived skips the next. That of a checkpoint is read before it is written, by when it has arrived.
 """
 
 from collections.abc import Sequence
@@ -28,12 +27,12 @@ class EqualityCheck:
         self.step: int | None = None  # of the check under way
 
     def after(self, step: int, now: bool = False) -> None:
-        """Look at the check under way, if it has arrived, and begin the next, if it is time; `now`: and wait for it.
+        """Look at the check under way, if it has arrived, and begin the next, if it is time, or `now`.
 
         Raises:
             RunError: drafters differ.
         """
-        self.look(wait=now)
+        self.look(wait=now and self.step != step)
         if self.drafters and self.step is None and (now or step % EVERY == 0):
             for drafter, row, arrived in zip(self.drafters, self.host, self.arrived, strict=True):
                 with phase(drafter.lane, "reduce"), on(drafter.lane.stream):
@@ -42,8 +41,6 @@ class EqualityCheck:
                     row.copy_(drafter.checksums, non_blocking=True)
                     arrived.record(drafter.lane.stream)
             self.step = step
-        if now:
-            self.look(wait=True)
 
     def look(self, wait: bool) -> None:
         if self.step is None or not (wait or all(event.happened() for event in self.arrived)):
