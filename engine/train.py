@@ -245,7 +245,7 @@ def run(
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()
-                                rate = scheduler.real_tokens / (time.perf_counter() - started)
+                                rate = hosts.count * scheduler.real_tokens / (time.perf_counter() - started)
                                 headline = tally.headline(rate)
                                 progress.update(task, completed=step, description=headline)
                                 lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
