@@ -240,6 +240,7 @@ def run(
                             step += 1
                             equality.after(step)
                             hosts.exchange(requests)
+                            tally.extra |= scheduler.meter.newest()
                             health.look(tally.add(late.finished()))
                             pace.look(tally.last)
                             writer.poll()

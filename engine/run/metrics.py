@@ -122,6 +122,7 @@ class Tally:
         self.first: list[StepFigures] = []
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
         self.skipped = 0
+        self.extra: dict[str, object] = {}  # what else the next line tells
 
     def add(self, vectors: list[tuple[int, list[float]]]) -> list[StepFigures]:
         """Log the vectors of steps, and return their figures.
@@ -132,7 +133,8 @@ class Tally:
         rows = [figures(step, vector, self.block_size) for step, vector in vectors]
         for row in rows:
             try:
-                self.file.write(json.dumps({**asdict(row), "time": round(time.time(), 3)}) + "\n")
+                self.file.write(json.dumps({**asdict(row), **self.extra, "time": round(time.time(), 3)}) + "\n")
+                self.extra = {}
             except OSError as error:
                 raise RunError(
                     f"cannot write {self.path}: {error.strerror}. The last good checkpoint is untouched; free some "
