@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,6 +162,7 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
         own = hosts.folder(folder)
         with locked(own), signals.usr1_ignored():
             start = open_run(folder, own, plan, resume, console)
+            hosts.agree([zlib.crc32(json.dumps(plan.identity).encode())], "their profile or their data")
             found = checkpoint.step_of(start) if start else -1
             hosts.agree([found], "the checkpoint to go on from: they must share the file system of the run folder")
             plan.rows.verify()

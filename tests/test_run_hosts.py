@@ -157,3 +157,11 @@ def test_a_step_that_cannot_be_dealt_to_the_hosts_is_refused(tmp_path, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="multiple of 3"), joined(tiny_profile(tmp_path)):
         pass
+
+
+def test_hosts_that_run_different_profiles_are_refused(tmp_path):
+    own_seed = "import os; sys.argv += ['--set', 'run.seed=' + os.environ['RANK']]; "
+    hosts = start_hosts(tmp_path, tiny_profile(tmp_path), own_seed)
+    said = [host.communicate(timeout=180)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [5, 5]
+    assert all("host 1 and host 0 differ in their profile or their data" in text.replace("\n", " ") for text in said)
