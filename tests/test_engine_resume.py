@@ -11,8 +11,9 @@ from test_engine_run import run
 from tiny import ordinary_rows, tiny_profile
 
 from draftgraph.engine.errors import RunError
+from draftgraph.engine.folder import locked
 from draftgraph.engine.run import checkpoint
-from draftgraph.engine.train import locked, train
+from draftgraph.engine.train import train
 
 
 def test_a_run_folder_is_neither_overwritten_nor_resumed_by_accident(tmp_path):
