@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -108,6 +109,7 @@ def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dic
         own, placement = hosts.folder(folder), profile.placement
         with locked(own), signals.usr1_ignored():
             start = open_run(folder, own, plan, resume, console)
+            hosts.agree([zlib.crc32(json.dumps(plan.identity).encode())], "their profile or their data")
             found = checkpoint.step_of(start) if start else -1
             hosts.agree([found], "the checkpoint to go on from: they must share the file system of the run folder")
             plan.rows.verify()
@@ -181,6 +183,10 @@ def run(
             for line in watch.mark(step):
                 console.print(Text(line, style="bold red"))
 
+        def rate() -> float:
+            """Real tokens of all hosts per second, so far."""
+            return hosts.count * scheduler.real_tokens / (time.perf_counter() - started)
+
         def look(wait: bool = False) -> None:
             rows = tally.add(late.finished(wait))
             health.look(rows)
@@ -219,13 +225,14 @@ def run(
                                 best = tally.measured(step, engine.held_out.measure(step))
                                 if best and profile.checkpoint.keep_best:
                                     hosts.heard.checkpoint = True
+                            tally.extra |= scheduler.meter.newest()
                             look()
                             pace.look(tally.last)
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()
                                 host.look(step)
-                                observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
+                                observers.tell(step, tally, rate())
                         mark()
                     hosts.heard.checkpoint = False
                     ended = hosts.heard.stop or step == profile.run.steps or broken(watch, profile)
@@ -237,7 +244,7 @@ def run(
                     save(goes_on=not ended)
                     if not ended:
                         pauses.append(1e3 * (time.perf_counter() - since))
-                    observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
+                    observers.tell(step, tally, rate())
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
                             f"{'; '.join(watch.findings)}. The profile says capture.watch = 'strict': stopped after "

@@ -1,5 +1,7 @@
 """Many logical devices on one GPU: what idles why, the drafters' check, and the prediction beside the run."""
 
+import json
+
 import pytest
 import torch
 from rich.console import Console
@@ -32,6 +34,8 @@ def test_lanes_are_measured_without_a_wait_and_their_checks_cost_no_allocation(t
     assert set(summary["lane_time"]) == {"target 0", "target 1", "drafter 0", "drafter 1"}
     for shares in summary["lane_time"].values():
         assert sum(shares.values()) == pytest.approx(1.0) and 0 < shares["work"] <= 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("lane_time" in line for line in lines) >= 2
     assert summary["host_syncs_per_step"] == 0 and summary["alloc_bytes_per_step"] == 0
     assert summary["step_ms"] > 0 and summary["predicted_step_ms"] > 0
 

@@ -8,7 +8,7 @@ import pytest
 from tiny import ordinary_rows, tiny_profile
 
 from draftgraph.engine.cli import main
-from draftgraph.engine.config import PlacementSection, load_profile
+from draftgraph.engine.config import PlacementSection, load_profile, to_toml
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.predict.arrange import arrangement, placements
@@ -177,6 +177,12 @@ def test_the_profile_of_eight_gpus_is_planned_with_a_picture(tmp_path, capsys):
     assert {f"target {t}" for t in range(5)} | {f"drafter {d}" for d in range(3)} <= texts
 
 
-def test_a_cpu_without_a_warm_up_predicts_no_time(tmp_path):
-    plan = make_plan(tiny_profile(tmp_path))
-    assert costs(plan, None, None) is None
+def test_a_cpu_without_a_warm_up_predicts_no_time(tmp_path, capsys):
+    profile = tiny_profile(tmp_path)
+    assert costs(make_plan(profile), None, None) is None
+    (tmp_path / "cpu.toml").write_text(to_toml(profile))
+    assert main(["plan", str(tmp_path / "cpu.toml"), "--timeline", str(tmp_path / "plan.svg")]) == 2
+    assert "--timeline needs times" in capsys.readouterr().err
+    (tmp_path / "torn.json").write_text("{}")
+    assert main(["plan", str(tmp_path / "cpu.toml"), "--warmup", str(tmp_path / "torn.json")]) == 2
+    assert "cannot read" in capsys.readouterr().err

@@ -27,17 +27,18 @@ from draftgraph.engine.train import train
 QUIET = Console(quiet=True)
 
 
-def start_hosts(folder: Path, profile, *more: str, count: int = 2) -> list[subprocess.Popen]:
+def start_hosts(folder: Path, profile, prelude: str = "", count: int = 2) -> list[subprocess.Popen]:
     """`draftgraph train` once per host, with what torchrun puts into the environment."""
     (folder / "profile.toml").write_text(to_toml(profile))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "draftgraph.engine.cli", "train", folder / "profile.toml", "--run", folder / "run"]
+    program = f"import sys; from draftgraph.engine.cli import main; {prelude}sys.exit(main())"
+    command = [sys.executable, "-c", program, "train", folder / "profile.toml", "--run", folder / "run"]
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [*command, *more],
+            command,
             env={**os.environ, **world, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -70,22 +71,42 @@ def test_two_hosts_train_the_weights_of_one(tmp_path, monkeypatch, drafters):
     assert [len(line) for line in lines] == [6, 6]
 
 
+def first_host_after(hosts: list[subprocess.Popen], run: Path, sent: signal.Signals) -> str:
+    """What the first host says once the second got a signal, after the first checkpoint; it ends within a minute."""
+    try:
+        deadline = time.monotonic() + 180
+        while not checkpoint.found(run / "checkpoints") and time.monotonic() < deadline:
+            assert hosts[0].poll() is None and hosts[1].poll() is None, hosts[0].communicate()[0]
+            time.sleep(0.2)
+        hosts[1].send_signal(sent)
+        return hosts[0].communicate(timeout=60)[0]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.communicate()
+
+
+def test_a_host_that_is_silent_ends_the_others(tmp_path):
+    profile = tiny_profile(tmp_path, run={"steps": 100_000}, checkpoint={"every": 20}, optim={"accumulate": 4})
+    sooner = "from draftgraph.engine.run import hosts; hosts.LOST_SECONDS = 6; hosts.GRACE_SECONDS = 1; "
+    hosts = start_hosts(tmp_path, profile, sooner)
+    said = first_host_after(hosts, tmp_path / "run", signal.SIGSTOP)  # as cut off: its connections stay open
+    assert hosts[0].returncode == 5 and "host 1 has not been heard of for 6 s" in said
+    assert checkpoint.step_of(checkpoint.newest(tmp_path / "run" / "checkpoints")) % 20 == 0
+
+
+def test_a_signal_to_one_host_stops_all_after_the_same_step(tmp_path):
+    profile = tiny_profile(tmp_path, run={"steps": 100_000}, checkpoint={"every": 20}, optim={"accumulate": 4})
+    hosts = start_hosts(tmp_path, profile)
+    said = first_host_after(hosts, tmp_path / "run", signal.SIGTERM)
+    newest = checkpoint.step_of(checkpoint.newest(tmp_path / "run" / "checkpoints"))
+    assert hosts[0].returncode == 130 and f"stopped after step {newest} " in said
+
+
 def test_a_lost_host_ends_the_job_and_fewer_go_on(tmp_path, monkeypatch):
     profile = tiny_profile(tmp_path, run={"steps": 100_000}, checkpoint={"every": 20}, optim={"accumulate": 4})
     hosts = start_hosts(tmp_path, profile)
-    try:
-        deadline = time.monotonic() + 180
-        while not checkpoint.found(tmp_path / "run" / "checkpoints") and time.monotonic() < deadline:
-            assert hosts[0].poll() is None and hosts[1].poll() is None, hosts[0].communicate()[0]
-            time.sleep(0.2)
-        hosts[1].kill()
-        since = time.monotonic()
-        said, _ = hosts[0].communicate(timeout=60)
-        assert time.monotonic() - since < 60
-    finally:
-        for host in hosts:
-            host.send_signal(signal.SIGKILL)
-            host.communicate()
+    said = first_host_after(hosts, tmp_path / "run", signal.SIGKILL)
     assert hosts[0].returncode == 5 and "another host is gone" in said and "--resume" in said
     newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
     assert checkpoint.step_of(newest) % 20  # written when the host was lost, not before
@@ -136,3 +157,11 @@ def test_a_step_that_cannot_be_dealt_to_the_hosts_is_refused(tmp_path, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="multiple of 3"), joined(tiny_profile(tmp_path)):
         pass
+
+
+def test_hosts_that_run_different_profiles_are_refused(tmp_path):
+    own_seed = "import os; sys.argv += ['--set', 'run.seed=' + os.environ['RANK']]; "
+    hosts = start_hosts(tmp_path, tiny_profile(tmp_path), own_seed)
+    said = [host.communicate(timeout=180)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [5, 5]
+    assert all("host 1 and host 0 differ in their profile or their data" in text.replace("\n", " ") for text in said)

@@ -4,12 +4,14 @@ Promises: no wait, no allocation in a step: events are made at the start, and re
 sample that is not read yet skips the next. On the CPU, where a lane is the host itself, nothing is measured.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from draftgraph.capture.lane import Lane
 from draftgraph.engine.run.streams import Event
+
+Shares = dict[str, dict[str, float]]  # lane -> label -> share of its time
 
 WORK = "work"
 HAND_OFF, REDUCTION, DATA, HOST = REASONS = ("hand-off", "reduction", "data", "host")
@@ -35,7 +37,8 @@ class Meter:
         num_events = most_marks if self.active else 0
         self.events = {lane.name: [Event(lane.device, timed=True) for _ in range(num_events)] for lane in lanes}
         self.labels: dict[str, list[str]] = {lane.name: [] for lane in lanes}
-        self.totals: dict[str, dict[str, float]] = {lane.name: {} for lane in lanes}
+        self.totals: Shares = {lane.name: {} for lane in lanes}  # ms
+        self.sample: Shares = {}  # ms
         self.steps = 0
         self.sampling = self.unread = False
 
@@ -64,18 +67,24 @@ class Meter:
         if not (self.unread and all(event.happened() for event in last)):
             return
         for name, labels in self.labels.items():
+            sample = self.sample[name] = {}
             for earlier, (later, label) in enumerate(zip(self.events[name][1:], labels[1:], strict=False)):
-                ms = self.events[name][earlier].elapsed_ms(later)
+                sample[label] = sample.get(label, 0.0) + self.events[name][earlier].elapsed_ms(later)
+            for label, ms in sample.items():
                 self.totals[name][label] = self.totals[name].get(label, 0.0) + ms
             labels.clear()
         self.unread = False
 
-    def shares(self) -> dict[str, dict[str, float]] | None:
+    def shares(self) -> Shares | None:
         """Per lane, the share of its time that was work, and that it idled for each reason; None: not measured."""
-        if not any(self.totals.values()):
-            return None
-        shares = {}
-        for name, totals in self.totals.items():
-            whole = sum(totals.values())
-            shares[name] = {label: totals.get(label, 0.0) / whole if whole else 0.0 for label in (WORK, *REASONS)}
-        return shares
+        return {name: shares_of(totals) for name, totals in self.totals.items()} if any(self.totals.values()) else None
+
+    def newest(self) -> dict[str, Shares]:
+        """The sample that was read since the last call, under a name for a log; empty where there is none."""
+        sample, self.sample = self.sample, {}
+        return {"lane_time": {name: shares_of(totals) for name, totals in sample.items()}} if sample else {}
+
+
+def shares_of(totals: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(totals.values())
+    return {label: totals.get(label, 0.0) / whole if whole else 0.0 for label in (WORK, *REASONS)}

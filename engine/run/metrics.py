@@ -131,6 +131,7 @@ class Tally:
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
         self.skipped = 0
         self.issued: dict[int, int] = {}  # steps whose figures have not arrived -> their real tokens
+        self.extra: dict[str, object] = {}  # what else the next line tells
         self.real: dict[int, RealAcceptance] = {}  # step -> as measured by decoding
         self.best_step = 0  # of the best of them, also of those that the log held; 0: none
         self.best = 0.0
@@ -161,7 +162,8 @@ class Tally:
                 rest: dict[str, Any] = {"real_tokens": self.issued.pop(row.step, None), "time": round(time.time(), 3)}
                 if row.step in self.real:
                     rest |= {f"real_{name}": value for name, value in asdict(self.real[row.step]).items()}
-                self.file.write(json.dumps({**asdict(row), **rest}) + "\n")
+                self.file.write(json.dumps({**asdict(row), **self.extra, **rest}) + "\n")
+                self.extra = {}
             except OSError as error:
                 raise RunError(
                     f"cannot write {self.path}: {error.strerror}. The last good checkpoint is untouched; free some "
