@@ -7,6 +7,7 @@ loop, or that no graph can hold, is refused by name.
 Does not do: padding masks. Rows are right-padded and every op is causal, so pads never reach real tokens.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -130,6 +131,8 @@ def load_model(
     elif files := streamed_files(name):
         with quiet(), torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(load_config(name), dtype=dtype)
+        with contextlib.suppress(OSError):  # where an answer ends; the configuration need not say
+            model.generation_config = transformers.GenerationConfig.from_pretrained(locate(name)[0])
     else:
         path, extra = locate(name)
         with quiet():
