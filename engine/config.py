@@ -142,6 +142,7 @@ OPS = {
     "gated_delta": ("fla",),
     "causal_conv": ("causal_conv1d", "fla", "draftgraph"),
     "attention": ("cudnn", "flash", "efficient"),
+    "gemm": ("fp8",),
 }
 
 POSITIVE = {
