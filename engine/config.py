@@ -57,11 +57,14 @@ class DrafterSection:
     anchor_rule: str = choice(*RULES)
     reuse: int = 1  # micro-steps fed by one extraction, each with fresh anchors
     loss: str = choice("decay", "dpace")
+    labels: str = choice("data", "target", "argmax")  # the data's tokens; the target's distribution, or its best token
+    loss_norm: str = choice("auto", "weights", "slots", "rows")  # auto: weights for decay, rows for dpace
     gamma: float = -1.0  # -1: by block size
     alpha: float = 0.5
     chunk_slots: int = 2048  # rows of logits held at once
     recompute: bool = False  # a layer's activations are computed again for its backward, not kept
     init_std: float = 0.02
+    init: str = ""  # folder of a drafter in z-lab's form whose weights to start from; empty: random ones
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class OptimSection:
     weight_decay: float = 0.0
     clip: float = 1.0
     accumulate: int = 1  # micro-steps in a step, over all drafters
-    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) that end the run; 0: never
+    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) until the next key acts; 0: never
+    on_not_finite: str = choice("stop", "keep", "roll-back")  # roll-back: to a good checkpoint, at half the rate
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,23 @@ class CaptureSection:
 class CheckpointSection:
     every: int = 100  # steps; 0: only at the end
     keep: int = 2
+    keep_best: bool = False  # and the one of the best real acceptance, which is written as soon as it is measured
 
 
 @dataclass(frozen=True)
 class LogSection:
     every: int = 10  # steps
+    wandb: str = choice("auto", "off", "offline", "online")  # auto: online where a key is found, else offline
+    tensorboard: bool = False
+    sample_seconds: float = 1.0  # between samples of the devices; 0: none
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    every: int = 0  # steps between evaluations by real decoding during the run; 0: none
+    prompts: str = ""  # .jsonl or .txt file, or a shipped one's name; empty: the beginnings of the data's first rows
+    count: int = 8  # the first so many
+    new_tokens: int = 48  # of an answer, at most
 
 
 @dataclass(frozen=True)
@@ -132,6 +148,7 @@ class Profile:
     capture: CaptureSection = CaptureSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    eval: EvalSection = EvalSection()
 
 
 LARGEST = 2**31
@@ -153,6 +170,7 @@ POSITIVE = {
     "capture": ["warmup_rounds", "verify_rounds"],
     "checkpoint": ["keep"],
     "log": ["every"],
+    "eval": ["count", "new_tokens"],
 }
 
 
@@ -171,6 +189,8 @@ NOT_NEGATIVE = {
     "placement": ["look_ahead"],
     "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
     "checkpoint": ["every"],
+    "eval": ["every"],
+    "log": ["sample_seconds"],
 }
 
 
@@ -258,9 +278,19 @@ def check(profile: Profile) -> None:
     betas = profile.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")
+    if profile.optim.on_not_finite == "roll-back" and profile.checkpoint.keep < 3:
+        raise UsageError(
+            f'profile: optim.on_not_finite = "roll-back" needs checkpoint.keep = 3 or more, found '
+            f"{profile.checkpoint.keep}: the newest may be what it rolls back from"
+        )
     drafter, placement = profile.drafter, profile.placement
     if profile.optim.warmup > 1 or drafter.alpha > 1:
         raise UsageError("profile: optim.warmup (a share of the steps) and drafter.alpha are from 0 to 1")
+    if (drafter.loss, drafter.labels) == ("dpace", "target"):
+        raise UsageError(
+            'profile: drafter.loss = "dpace" weighs by the probability of one token; write drafter.labels = "argmax", '
+            'or drafter.loss = "decay" for the whole distribution'
+        )
     if drafter.sliding_layers and drafter.sliding_window < 1:
         raise UsageError(f"profile: drafter.sliding_window must be above 0, found {drafter.sliding_window}")
     if profile.buckets.context_multiple > profile.buckets.max_context:
@@ -307,6 +337,8 @@ def check(profile: Profile) -> None:
             'profile: capture.mode = "graph" needs a CUDA device for every target and drafter; write capture.mode = '
             '"eager" for the CPU, or place all of them on "cuda:0"'
         )
+    if profile.checkpoint.keep_best and not profile.eval.every:
+        raise UsageError("profile: checkpoint.keep_best needs evaluations during the run; set eval.every, in steps")
     for name in capture.allow_fallback:
         if name not in ("fla", "causal_conv1d"):
             raise UsageError(f"profile: capture.allow_fallback takes fla and causal_conv1d, found {name!r}")

@@ -1,22 +1,29 @@
-"""What a drafter is worth: acceptance length by real speculative decoding of prompts, beside plain greedy decoding.
+"""What a drafter is worth: acceptance length by real speculative decoding of prompts, beside plain decoding.
 
-Promises: every answer is compared token for token with the target's own greedy one; sums are pooled over prompts, so a
-long answer counts more than a short one. The bonus token is counted: a useless drafter has an acceptance length of 1.
-Does not do: batches (one row at a time), sampling.
+Promises: every greedy answer is compared token for token with the target's own; sums are pooled over prompts, so a long
+answer counts more than a short one. The bonus token is counted: a useless drafter has an acceptance length of 1. On a
+GPU every step is a captured graph that was verified against its eager run; on the CPU the same steps run eagerly.
 """
 
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
+from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.data.prompts import render_prompt
-from draftgraph.engine.models.decode import decode_plain, decode_speculative
-from draftgraph.engine.models.drafter import Drafter, RotaryTable
+from draftgraph.engine.models.cached_drafter import CachedDrafter
+from draftgraph.engine.models.cached_target import CachedTarget
+from draftgraph.engine.models.drafter import Drafter, DrafterShape
 from draftgraph.engine.progress import progress_bar
+from draftgraph.engine.run.decoding import DecodeLane, slots_for
+from draftgraph.engine.run.tree_decoding import TreeLane
+
+MOST_DIFFERENCES = 10  # that a summary names
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> Tensor:
@@ -34,99 +41,191 @@ def stop_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class PlainAnswer:
-    """What the target says without a drafter: the reference, and what ordinary decoding of it took."""
+class Question:
+    """One prompt; `index` counts within its set."""
 
-    reference: list[int]
-    num_tokens: int
-    seconds: float
-
-
-PlainCache = dict[tuple[int, ...], PlainAnswer]
+    set_name: str
+    index: int
+    ids: Tensor
 
 
-def evaluate(
-    model: nn.Module,
-    tokenizer: Any,
-    drafter: Drafter,
-    prompts: list[str],
-    *,
-    max_new_tokens: int,
-    progress: bool = True,
-    plain_cache: PlainCache | None = None,
-) -> dict[str, Any]:
-    """Decode every prompt with and without the drafter.
+@dataclass
+class Answers:
+    """The answers of one way to decode, in the order of the questions, and the seconds of each batch's rows."""
+
+    tokens: list[list[int]]
+    counts: list[list[float]]
+    seconds: list[float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens)) / sum(self.seconds)
+
+
+class Evaluation:
+    """Prompts of a target, decoded plainly once, and speculatively with each drafter that is measured.
 
     Args:
         model: the target, a causal LM of transformers.
-        prompts: texts, each one user turn; at least one.
-        progress: a bar with the time that is left, on stderr.
-        plain_cache: answers of plain decoding by prompt, filled here; hand the same to the next evaluation of the same
-            target, `max_new_tokens` and block size, and only the drafter's side runs again.
-    Returns:
-        The summary of `eval`: acceptance, acceptance_per_slot (K-1 shares of the verify forwards), prompts,
-        identical_to_greedy, tokens_per_s, tokens_per_s_plain (answer tokens over seconds, the prompts' forwards
-        included). What no forward measured, because every answer was one token long, is None.
+        shape: of the drafters.
+        sets: name -> texts, each one user turn; at least one.
+        new_tokens: of an answer, at most.
+        batch_size: rows decoded together.
+        temperature: 0 is greedy.
+        tree_budget: nodes of a tree of drafts, which is decoded with beside the chain; 0: no trees.
+        console: for the bars; None: no bar.
+    Raises:
+        CaptureError: the target's family cannot be decoded over static caches. UsageError: nor its states with trees.
+    Owns: caches for batch_size rows, and the graphs.
     """
-    plain_cache = {} if plain_cache is None else plain_cache
-    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    stops = stop_tokens(model, tokenizer)
-    drafter = with_positions(drafter, max(map(len, rows)) + max_new_tokens)
-    block_size = drafter.shape.block_size
-    # Unmeasured, so that the first prompt does not pay for what is only loaded or compiled once.
-    decode_plain(model, rows[0], 2, frozenset())
-    decode_speculative(model, drafter, rows[0], 2, frozenset())
 
-    bar = progress_bar(disable=not progress)
-    tokens, forwards, seconds, identical = 0, 0, 0.0, True
-    accepted = [0] * (block_size - 1)
-    answers: list[PlainAnswer] = []
-    with bar:
-        task = bar.add_task("evaluate", total=len(rows))
-        for row in rows:
-            key = tuple(row.tolist())
-            if key not in plain_cache:
-                plain_cache[key] = answer_plainly(model, row, max_new_tokens, stops, block_size)
-            answers.append(plain_cache[key])
-            started = time.perf_counter()
-            decoded = decode_speculative(model, drafter, row, max_new_tokens, stops)
-            seconds += time.perf_counter() - started
-            tokens += len(decoded.tokens)
-            forwards += decoded.forwards
-            accepted = [a + b for a, b in zip(accepted, decoded.accepted_per_slot, strict=True)]
-            identical &= decoded.tokens == plain_cache[key].reference
-            bar.update(task, advance=1, description=f"evaluate, acceptance {1 + sum(accepted) / max(1, forwards):.3f}")
-    per_slot = [count / forwards if forwards else None for count in accepted]
-    return {
-        "acceptance": 1 + sum(accepted) / forwards if forwards else None,
-        "acceptance_per_slot": per_slot,
-        "prompts": len(rows),
-        "identical_to_greedy": identical,
-        "tokens_per_s": tokens / seconds,
-        "tokens_per_s_plain": sum(a.num_tokens for a in answers) / sum(a.seconds for a in answers),
-    }
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        shape: DrafterShape,
+        sets: Mapping[str, Sequence[str]],
+        *,
+        new_tokens: int,
+        batch_size: int,
+        temperature: float = 0.0,
+        tree_budget: int = 0,
+        console: Console | None = None,
+    ):
+        self.new_tokens, self.temperature, self.console = new_tokens, temperature, console
+        self.questions = [
+            Question(name, index, encode_prompt(tokenizer, text))
+            for name, texts in sets.items()
+            for index, text in enumerate(texts)
+        ]
+        # Rows of like length share a batch, so that few chunks are pads.
+        by_length = sorted(range(len(self.questions)), key=lambda i: len(self.questions[i].ids))
+        self.batches = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
+        longest = max(len(question.ids) for question in self.questions)
+        num_rows, slots = min(batch_size, len(by_length)), slots_for(longest, new_tokens, shape.block_size, tree_budget)
+        target = CachedTarget(model, shape.target_layer_ids, num_rows, slots)
+        target.check_against_module()
+        with target.device:
+            drafter = Drafter(shape, 1).to(target.dtype)
+        embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # type: ignore
+        mode = "graph" if target.device.type == "cuda" else "eager"
+        stops = sorted(stop_tokens(model, tokenizer))
+        cached = CachedDrafter(drafter, embedding, lm_head, num_rows, slots)
+        self.decoder: DecodeLane
+        if tree_budget:
+            self.decoder = TreeLane(tree_budget, "eval", target, cached, stops, mode)
+        else:
+            self.decoder = DecodeLane("eval", target, cached, stops, mode, temperature)
+        self.exact = target.dtype == torch.float32 and not temperature
+        self.plain: Answers | None = None
+        # Of greedy answers, by the step that verifies: one token at a time in its shapes.
+        self.references: dict[str, Answers] = {}
+        self.tree_budget = tree_budget
+        ready(self.decoder)
+
+    def measure(self, drafter: Drafter) -> dict[str, Any]:
+        """The summary of `eval` for a drafter on any device.
+
+        Returns:
+            acceptance, acceptance_per_slot (K-1 shares of the verify forwards), prompts, identical_to_greedy (None for
+            sampled answers), tokens_per_s, tokens_per_s_plain (answer tokens over seconds, the prompts' forwards
+            included); `sets`, the same for each set of prompts; `different_from_one_token`, how many answers differ
+            from ordinary decoding, and `first_differences`; with trees `tree`, the same for them, and
+            `tree_over_chain`, the acceptance of one over the other. What no forward measured is None.
+        """
+        if self.plain is None:
+            self.plain = self.answers("plain decoding", "one")
+        self.decoder.drafter.drafter.load_state_dict(drafter.state_dict())
+        summary = {
+            **self.speculate("verify", "speculative decoding"),
+            "tokens_per_s_plain": self.plain.tokens_per_s,
+            "batch_size": self.decoder.target.num_rows,
+            "temperature": self.temperature,
+        }
+        if self.tree_budget:
+            tree = self.speculate("verify tree", "speculative decoding of trees")
+            summary["tree"] = {"budget": self.tree_budget, **tree}
+            both = summary["acceptance"] and tree["acceptance"]
+            summary["tree_over_chain"] = tree["acceptance"] / summary["acceptance"] if both else None
+        return summary
+
+    def speculate(self, step: str, what: str) -> dict[str, Any]:
+        """Figures of all questions and of each set, for drafts that `step` verifies."""
+        assert self.plain is not None
+        found, everything = self.answers(what, step), range(len(self.questions))
+        reference, differences = None, []
+        if not self.temperature:
+            reference, differences = self.reference(step), self.differences(found, self.plain)
+        names = dict.fromkeys(question.set_name for question in self.questions)
+        sets = {name: [i for i in everything if self.questions[i].set_name == name] for name in names}
+        return {
+            **self.figures(found, list(everything), reference),
+            "tokens_per_s": found.tokens_per_s,
+            "sets": [{"name": name, **self.figures(found, members, reference)} for name, members in sets.items()],
+            "different_from_one_token": None if self.temperature else len(differences),
+            "first_differences": differences[:MOST_DIFFERENCES],
+        }
+
+    def reference(self, step: str) -> Answers:
+        """Plain answers; in bfloat16, where another shape may round a tie differently, in the shapes of `step`."""
+        assert self.plain is not None
+        if step not in self.references:
+            shaped = None if self.exact else self.answers("plain decoding in the shapes of drafts", step, emit_one=True)
+            self.references[step] = shaped or self.plain
+        return self.references[step]
+
+    def figures(self, found: Answers, members: list[int], reference: Answers | None) -> dict[str, Any]:
+        """Of some of the questions."""
+        forwards, *accepted = (sum(column) for column in zip(*(found.counts[i] for i in members), strict=True))
+        same = None if reference is None else all(found.tokens[i] == reference.tokens[i] for i in members)
+        return {
+            "acceptance": 1 + sum(accepted) / forwards if forwards else None,
+            "acceptance_per_slot": [count / forwards if forwards else None for count in accepted],
+            "prompts": len(members),
+            "tokens": sum(len(found.tokens[i]) for i in members),
+            "identical_to_greedy": same,
+        }
+
+    def differences(self, found: Answers, plain: Answers) -> list[dict[str, Any]]:
+        """Where answers leave ordinary decoding."""
+        different = []
+        for question, ours, theirs in zip(self.questions, found.tokens, plain.tokens, strict=True):
+            if ours != theirs:
+                pairs = enumerate(zip(ours, theirs, strict=False))
+                position = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+                different.append({"set": question.set_name, "prompt": question.index, "token": position})
+        return different
+
+    def answers(self, what: str, step: str, emit_one: bool = False) -> Answers:
+        """Decode all questions in one way."""
+        empty = [[] for _ in self.questions]  # type: ignore[var-annotated]
+        found, decoder = Answers(list(empty), list(empty), []), self.decoder
+        decoder.generator.manual_seed(0)
+        with progress_bar(self.console, disable=self.console is None) as bar:
+            task = bar.add_task(what, total=len(self.questions))
+            for batch in self.batches:
+                start = decoder.start([self.questions[i].ids for i in batch], self.new_tokens)
+                decoder.lane.synchronize()
+                started = time.perf_counter()
+                decoder.answer(start, step, emit_one)
+                decoder.lane.synchronize()
+                found.seconds.append(time.perf_counter() - started)
+                for row, i in enumerate(batch):
+                    found.tokens[i], found.counts[i] = decoder.rows.answer(row), decoder.rows.counts[row].tolist()
+                forwards, *accepted = (sum(column) for column in zip(*filter(None, found.counts), strict=True))
+                text = f"{what}, acceptance {1 + sum(accepted) / forwards:.3f}" if forwards and not emit_one else what
+                bar.update(task, advance=len(batch), description=text)
+        return found
+
+    def close(self) -> None:
+        self.decoder.lane.close()
 
 
-def answer_plainly(model: nn.Module, row: Tensor, max_new_tokens: int, stops: Set[int], block_size: int) -> PlainAnswer:
-    started = time.perf_counter()
-    tokens = decode_plain(model, row, max_new_tokens, stops)
-    seconds = time.perf_counter() - started
-    reference = tokens
-    if next(model.parameters()).dtype != torch.float32:
-        # Another shape may round a tie differently: the reference takes the shapes of the verify forwards.
-        reference = decode_plain(model, row, max_new_tokens, stops, block_size)
-    return PlainAnswer(reference, len(tokens), seconds)
-
-
-def with_positions(drafter: Drafter, num_positions: int) -> Drafter:
-    """A drafter of the same weights (shared, not copied) whose rotary table is long enough for `num_positions`.
-
-    The table of the one that trains is left alone: captured graphs hold its address.
-    """
-    shape = drafter.shape
-    with torch.device("meta"):
-        other = Drafter(shape, max_context=1)
-    other.load_state_dict(drafter.state_dict(), assign=True)
-    with drafter.fc.weight.device:
-        other.rotary = RotaryTable(num_positions + shape.block_size, shape.head_dim, shape.rope_theta)
-    return other.requires_grad_(False)
+def ready(decoder: DecodeLane) -> None:
+    """Warm up; on a GPU, capture and verify as well."""
+    lane = decoder.lane
+    lane.warm_up(3 if lane.mode == "graph" else 1)
+    references = eager_references([lane]) if lane.mode == "graph" else None
+    lane.capture()
+    if references is not None:
+        compare([lane], references)

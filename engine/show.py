@@ -55,28 +55,6 @@ def columns_table(title: str, rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def show_plan(console: Console, values: dict[str, Any]) -> None:
-    buckets = [
-        {"rows": str(b["rows"]), "context": str(b["context"]), "anchors": str(b["anchors"]), "data rows": str(count)}
-        for b, count in zip(values["buckets"], values["rows_per_bucket"], strict=True)
-    ]
-    console.print(columns_table("Buckets", buckets))
-    parts = ("weights", "gradients", "states", "batch", "pool")
-    memory = [
-        {"device": device}
-        | {part: bytes_text(sizes.get(part)) for part in parts}
-        | {"total": bytes_text(sum(sizes.values()))}
-        for device, sizes in values["device_bytes"].items()
-    ]
-    console.print(columns_table("Predicted memory (the pool is an estimate; capture measures it)", memory))
-    switch = values["recompute"]
-    console.print(
-        f"drafter.recompute is {'on' if switch['on'] else 'off'}: on, a micro-step of {switch['bucket']} keeps "
-        f"{bytes_text(switch['saves_bytes'])} less and takes about {switch['costs_ms']:.2f} ms more "
-        f"({switch['costs_flop_share']:.1%} of its FLOPs) where products reach {switch['at_tflops']:.0f} TFLOP/s."
-    )
-
-
 def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
     captured = evidence["mode"] == "graph"
     graphs = evidence["graphs"]
@@ -161,3 +139,29 @@ def pool(row: dict[str, Any]) -> dict[str, str]:
         "largest graph's": bytes_text(row["largest_pool_bytes"]),
         "ratio": cell("", row["pool_over_largest"]),
     }
+
+
+def show_evaluation(console: Console, values: dict[str, Any]) -> None:
+    """A line per set of prompts, and what else a reader of the summary would miss."""
+    rows = [
+        {
+            "prompts of": escape(row["name"]),
+            "number": str(row["prompts"]),
+            "acceptance": cell("", row["acceptance"]),
+            "by slot": " ".join("-" if share is None else f"{share:.2f}" for share in row["acceptance_per_slot"]),
+            "as greedy": {True: "yes", False: "NO", None: "-"}[row["identical_to_greedy"]],
+        }
+        for row in values["sets"]
+    ]
+    if tree := values.get("tree"):
+        for row, other in zip(rows, tree["sets"], strict=True):
+            row[f"tree of {tree['budget']}"] = cell("", other["acceptance"])
+            row["as greedy "] = {True: "yes", False: "NO", None: "-"}[other["identical_to_greedy"]]
+    console.print(columns_table("tokens per verify forward, the bonus token counted", rows))
+    if count := values["different_from_one_token"]:
+        first = values["first_differences"][0]
+        console.print(
+            f"{count} of {values['prompts']} answers differ from one-token decoding, where another shape rounds "
+            f"a tie differently; the first at token {first['token']} of prompt {first['prompt']} of {first['set']}",
+            markup=False,
+        )

@@ -105,6 +105,16 @@ def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> 
     return cross_entropy, best
 
 
+def divergence_gradient_(logits: Tensor, others: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergence from the others' distribution, the logits overwritten; see cross_entropy.divergence_gradient_."""
+    best, other_best = logits.argmax(-1), others.argmax(-1)
+    q, p = logits.float().log_softmax(-1), others.float().log_softmax(-1)
+    share = p.exp()
+    divergence = (share * (p - q)).sum(-1)
+    logits.copy_(torch.where((weights == 0)[:, None], 0.0, (q.exp() - share) * weights[:, None]))
+    return divergence, best, other_best
+
+
 def adamw_(
     grads: Tensor,
     master: Tensor,
@@ -293,3 +303,20 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Te
         out[:, :, n] = read[:, :, n] @ memory + scores[:, :, n] @ correction
         memory = memory * keep[:, :, n].exp() + carried[:, :, n].transpose(2, 3) @ correction
     return out.flatten(2, 3)[:, :, :S].transpose(1, 2).contiguous().to(dtype)
+
+
+def gated_delta_from(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rule token by token from a memory; see gated_delta.gated_delta_from."""
+    group, dtype = v.shape[2] // q.shape[2], q.dtype
+    compute = torch.promote_types(dtype, torch.float32)
+    q, k = (x.to(compute) * torch.rsqrt(x.to(compute).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(group, 2)[..., None] for x in (q * q.shape[-1] ** -0.5, k))
+    out = []
+    for t in range(v.shape[1]):
+        memory = memory * log_decay[:, t, :, None, None].exp()
+        held = (memory * k[:, t]).sum(-2)
+        memory = memory + k[:, t] * (strength[:, t, :, None] * (v[:, t] - held))[..., None, :]
+        out.append((memory * q[:, t]).sum(-2))
+    return torch.stack(out, 1).to(dtype), memory

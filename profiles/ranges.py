@@ -1,8 +1,8 @@
 """NVTX ranges: what the host is busy with, for which role, bucket and device.
 
 A name has always four fields, so that a trace can be queried: `ROLE | PHASE | BUCKET | DEVICE`, "-" where one does not
-apply. ROLE is "target N", "drafter N", "scheduler" or "data"; PHASE is one of PHASES; BUCKET is the name of a bucket,
-such as "r4-s512-a128"; DEVICE is "cuda:N" or "cpu". The colour tells the role.
+apply. ROLE is "target N", "drafter N", "scheduler", "data" or "eval"; PHASE is one of PHASES; BUCKET is the name of a
+bucket, such as "r4-s512-a128"; DEVICE is "cuda:N" or "cpu". The colour tells the role.
 
 Promises to cost about a microsecond where no tool listens. It measures nothing by itself, and device time is
 attributed to a range only through the launches inside it.
@@ -29,11 +29,18 @@ PHASES = (
     "reduce",
     "optimizer",
     "metrics",
+    "evaluation",
 )
-COLORS = {"target": 0xFF4C72B0, "drafter": 0xFFDD8452, "scheduler": 0xFF8C8C8C, "data": 0xFF55A868}  # ARGB
+COLORS = {
+    "target": 0xFF4C72B0,
+    "drafter": 0xFFDD8452,
+    "scheduler": 0xFF8C8C8C,
+    "data": 0xFF55A868,
+    "eval": 0xFF8172B3,
+}  # ARGB
 
 _NAME = re.compile(
-    rf"((?:target|drafter) \d+|scheduler|data) \| ({'|'.join(PHASES)}) \| (-|r\d+-s\d+-a\d+) \| (-|cuda:\d+|cpu)"
+    rf"((?:target|drafter) \d+|scheduler|data|eval) \| ({'|'.join(PHASES)}) \| (-|r\d+-s\d+-a\d+) \| (-|cuda:\d+|cpu)"
 )
 
 

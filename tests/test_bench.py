@@ -9,13 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from draftgraph.engine.bench import kernels, peer, protocol, steps
+from draftgraph.engine.bench import kernels, overlap, peer, protocol, steps
 from draftgraph.engine.bench.command import bench, goal_text
 from draftgraph.engine.bench.goals import GOALS, WORKLOADS, Goal
 from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.errors import RunError
-from draftgraph.engine.plan import device_bytes, make_plan
+from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict.memory import device_bytes
 
 QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
@@ -77,6 +78,22 @@ def test_variable_rows_are_counted_before_padding(tmp_path, monkeypatch, workloa
     assert 0 < inclusive[0] < inclusive[1]
     assert abs(ours["loss"] - np.log(512)) < 0.5
     assert ours["alloc_bytes_per_step"] is ours["host_syncs_per_step"] is ours["floor_tokens_per_s"] is None
+
+
+@without_gpu
+def test_a_target_that_works_ahead_trains_on_the_rows_of_one_that_takes_turns(tmp_path, monkeypatch):
+    asked = []
+
+    def measured(_, profile, num_rows):
+        asked.append((profile.target.model, profile.placement.look_ahead))
+        return steps.train_rows(profile, num_rows)
+
+    monkeypatch.setattr(overlap, "in_own_process", measured)
+    _, receipts = run(tmp_path, "overlap")
+    assert [slots for _, slots in asked] == [0, 1, 0, 1]
+    ours = receipts["overlap"]["ours"]["27b"]
+    ratio = ours["ahead_real_tokens_per_s_steady"] / ours["in_turn_real_tokens_per_s_steady"]
+    assert ours["ratio"] == ratio and receipts["overlap"]["ratio"] is None
 
 
 def tiny():
@@ -182,6 +199,7 @@ def test_the_peer_is_read_from_its_last_line_and_ours_is_set_against_its_best(tm
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of torch.compile, the peer's
 def test_kernel_workloads_have_every_figure_on_a_gpu(tmp_path):
     _, receipts = run(tmp_path, "attention", "cross-entropy", "optimizer", quick=True)
     for name, receipt in receipts.items():
@@ -196,3 +214,11 @@ def test_a_training_workload_is_flat_and_timed_on_a_gpu():
     assert ours["alloc_bytes_per_step"] == ours["reserved_range_bytes"] == ours["host_syncs_per_step"] == 0
     assert all(row["replay_ms"] > 0 for row in ours["graphs"]) and ours["capture_seconds"] > 0
     assert abs(ours["loss"] - np.log(248320)) < 1
+
+
+@without_gpu
+def test_watched_steps_and_bare_ones_train_on_the_same_rows(tmp_path):
+    _, receipts = run(tmp_path, "observers")
+    ours = receipts["observers"]["ours"]
+    assert ours["step_ms_on"] > 0 and ours["step_ms_off"] > 0 and ours["steps"] == 5
+    assert ours["host_syncs"] is None and ours["findings"] == [] and ours["log_messages_dropped"] == 0

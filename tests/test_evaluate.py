@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from draftgraph.engine.data.prompts import load_prompts
 from draftgraph.engine.errors import DataError, UsageError
-from draftgraph.engine.evaluate import encode_prompt, evaluate, stop_tokens, with_positions
+from draftgraph.engine.evaluate import Evaluation, encode_prompt, stop_tokens
+from draftgraph.engine.models.cached_drafter import with_positions
 from draftgraph.engine.models.drafter import Drafter, DrafterShape
 
 WORDS = ["<end>", "<user>", "<bot>", *"abcdefghijklm"]
@@ -65,40 +66,70 @@ def fresh_drafter() -> Drafter:
     return drafter
 
 
+SETS = {"letters": ["a b c", "d e"], "others": ["f"]}
+
+
+def evaluation(tokenizer, sets=None, dtype=torch.float32, device="cpu", **options):
+    options = {"new_tokens": 12, "batch_size": 2, **options}
+    return Evaluation(target(dtype).to(device), tokenizer, SHAPE, sets or SETS, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_evaluation_has_every_figure_and_is_identical_to_greedy(tokenizer, dtype):
-    drafter = fresh_drafter().to(dtype)
-    summary = evaluate(target(dtype), tokenizer, drafter, ["a b c", "d e"], max_new_tokens=12, progress=False)
+    summary = evaluation(tokenizer, dtype=dtype).measure(fresh_drafter())
     assert summary["identical_to_greedy"] is True
-    assert summary["prompts"] == 2
+    assert summary["prompts"] == 3
     assert summary["acceptance"] == pytest.approx(1 + sum(summary["acceptance_per_slot"]))
     assert len(summary["acceptance_per_slot"]) == SHAPE.block_size - 1
     assert min(summary["tokens_per_s"], summary["tokens_per_s_plain"]) > 0
+    if dtype == torch.float32:
+        assert summary["different_from_one_token"] == 0 and summary["first_differences"] == []
 
 
-def test_plain_answers_are_decoded_once_for_two_evaluations(tokenizer):
-    cache: dict = {}
-    first, second = (
-        evaluate(
-            target(), tokenizer, fresh_drafter(), ["a b c", "d"], max_new_tokens=8, progress=False, plain_cache=cache
-        )
-        for _ in range(2)
-    )
-    assert len(cache) == 2
+def test_a_set_has_the_figures_of_its_own_prompts_whatever_shares_its_batch(tokenizer):
+    together = evaluation(tokenizer).measure(fresh_drafter())["sets"]
+    for found, (name, texts) in zip(together, SETS.items(), strict=True):
+        alone = evaluation(tokenizer, {name: texts}, batch_size=1).measure(fresh_drafter())
+        assert found["name"] == name
+        for key in ("acceptance", "acceptance_per_slot", "prompts", "tokens", "identical_to_greedy"):
+            assert found[key] == alone[key]
+
+
+def test_trees_are_measured_beside_chains_of_the_same_drafter(tokenizer):
+    summary = evaluation(tokenizer, tree_budget=16).measure(fresh_drafter())
+    chain = evaluation(tokenizer).measure(fresh_drafter())
+    assert summary["acceptance"] == chain["acceptance"]
+    tree = summary["tree"]
+    assert tree["budget"] == 16 and tree["identical_to_greedy"] is True and tree["different_from_one_token"] == 0
+    assert tree["acceptance"] > summary["acceptance"]
+    assert summary["tree_over_chain"] == tree["acceptance"] / summary["acceptance"]
+
+
+def test_sampled_answers_have_figures_and_no_greedy_answer_to_equal(tokenizer):
+    summary = evaluation(tokenizer, temperature=0.8).measure(fresh_drafter())
+    assert summary["identical_to_greedy"] is None and summary["different_from_one_token"] is None
+    assert summary["acceptance"] >= 1 and summary["tokens_per_s_plain"] > 0
+
+
+def test_plain_answers_are_decoded_once_for_two_drafters(tokenizer):
+    measured = evaluation(tokenizer)
+    first, second = (measured.measure(fresh_drafter()) for _ in range(2))
     assert first["tokens_per_s_plain"] == second["tokens_per_s_plain"]
     assert first["acceptance"] == second["acceptance"]
 
 
-def test_another_answer_than_the_target_s_own_is_reported(tokenizer):
-    cache: dict = {}
-    evaluate(target(), tokenizer, fresh_drafter(), ["a"], max_new_tokens=4, progress=False, plain_cache=cache)
-    next(iter(cache.values())).reference[-1] += 1
-    summary = evaluate(target(), tokenizer, fresh_drafter(), ["a"], max_new_tokens=4, progress=False, plain_cache=cache)
+def test_another_answer_than_the_target_s_own_is_reported_with_its_place(tokenizer):
+    measured = evaluation(tokenizer)
+    measured.measure(fresh_drafter())
+    measured.plain.tokens[2][3] += 1
+    summary = measured.measure(fresh_drafter())
     assert summary["identical_to_greedy"] is False
+    assert [row["identical_to_greedy"] for row in summary["sets"]] == [True, False]
+    assert summary["first_differences"] == [{"set": "others", "prompt": 0, "token": 3}]
 
 
 def test_an_acceptance_that_nothing_measured_is_none(tokenizer):
-    summary = evaluate(target(), tokenizer, fresh_drafter(), ["a"], max_new_tokens=1, progress=False)
+    summary = evaluation(tokenizer, new_tokens=1).measure(fresh_drafter())
     assert summary["acceptance"] is None
     assert summary["acceptance_per_slot"] == [None] * 3
 

@@ -96,16 +96,20 @@ def compile_cross_entropy(capability: int) -> dict[str, int]:
 
     shared_bytes = {}
     pointers = {"labels": "*i64", "best": "*i64", "cross_entropy": "*fp32", "log_sum": "*fp32", "weights": "*fp32"}
+    pointers |= {"divergence": "*fp32", "other_best": "*i64"}
     for dtype, element_size in (("bf16", 2), ("fp32", 4)):
         row = {"BLOCK_N": kernels.BLOCK_N, "STAGES": kernels.STAGES[element_size]}
+        two_rows = {**row, "GRADIENT_BLOCK_N": kernels.GRADIENT_BLOCK_N}
         for kernel, constants, num_warps in (
             (kernels.softmax_statistics_kernel, row, kernels.NUM_WARPS),
             (kernels.cross_entropy_gradient_kernel, row, kernels.NUM_WARPS),
             (kernels.softmax_gradient_kernel, {"BLOCK_N": kernels.GRADIENT_BLOCK_N}, kernels.GRADIENT_NUM_WARPS),
+            (kernels.divergence_gradient_kernel, two_rows, kernels.NUM_WARPS),
         ):
-            types = {**pointers, "logits": f"*{dtype}", "V": "i32"} | dict.fromkeys(constants, "constexpr")
+            logits = dict.fromkeys(("logits", "others"), f"*{dtype}")
+            types = {**pointers, **logits, "V": "i32"} | dict.fromkeys(constants, "constexpr")
             names = kernel.arg_names
-            aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("logits", "V")}
+            aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in (*logits, "V") if n in names}
             source = ASTSource(kernel, {name: types[name] for name in names}, constants, aligned)
             target = GPUTarget("cuda", capability, 32)
             compiled = triton.compile(source, target=target, options={"num_warps": num_warps})

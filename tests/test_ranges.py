@@ -13,7 +13,7 @@ from draftgraph.profiles.ranges import COLORS, PHASES, RangeName, mirrored, nvtx
 
 
 def test_every_name_that_can_be_written_reads_back():
-    for role in ("target 0", "drafter 12", "scheduler", "data"):
+    for role in ("target 0", "drafter 12", "scheduler", "data", "eval"):
         for phase in PHASES:
             for bucket in ("", "r4-s512-a128"):
                 for device in ("", "cpu", "cuda:7"):

@@ -7,8 +7,9 @@ from tiny import tiny_profile
 from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.build import build
 from draftgraph.engine.config import load_profile
-from draftgraph.engine.plan import device_bytes, make_plan
-from draftgraph.engine.plan import summary as plan_summary
+from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict.memory import device_bytes
+from draftgraph.engine.predict.summary import summary as plan_summary
 
 ON_GPU = {
     "placement": {"targets": ["cuda:0"], "drafters": ["cuda:0"]},

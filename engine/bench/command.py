@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftgraph.engine.bench import kernels, steps
+from draftgraph.engine.bench import kernels, observers, overlap, steps
 from draftgraph.engine.bench.goals import FP8_GOALS, GOALS, Goal
 from draftgraph.engine.bench.protocol import Bench, Result
 from draftgraph.engine.show import bytes_text, columns_table
@@ -39,9 +39,11 @@ def bench(
         "w27-var": functools.partial(steps.w27_var, peer_rows=peer_rows),
         "w08-var": functools.partial(steps.w08_var, peer_rows=peer_rows),
         "target": steps.target,
+        "overlap": overlap.overlap,
         "attention": kernels.attention,
         "cross-entropy": kernels.cross_entropy,
         "optimizer": kernels.optimizer,
+        "observers": observers.observers,
     }
     started = time.perf_counter()
     if not torch.cuda.is_available():

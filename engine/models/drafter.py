@@ -7,6 +7,7 @@ Source: DFlash paper (arXiv 2602.06036); shapes use R rows, S context, A anchors
 H/G query/kv heads, C head dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,17 +53,31 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> tuple[int
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
+# Keys and values of one layer over the context, [R, S, G, C] each.
+ContextKeys = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Context tokens that every layer projects to keys and values of its own."""
+
+    ops: Any  # `fused`, the Triton kernels, or `reference`, their twins
+    hidden: Tensor  # [R, S, D]
+    positions: Tensor  # [S] or [R, S] int32
+    cos: Tensor  # [positions, C] float32
+    sin: Tensor
+
+
 @dataclass(frozen=True)
 class Blocks:
     """What every layer is given besides the residual stream."""
 
-    ops: Any  # `fused`, the Triton kernels, or `reference`, their twins
-    context: Tensor  # [R, S, D]
-    context_positions: Tensor  # [S] int32
+    ops: Any
+    context: Context | Sequence[ContextKeys]  # or what the layers projected before
     block_positions: Tensor  # [R, A, K] int32
     anchor_positions: Tensor  # [R, A] int32
     anchor_valid: Tensor  # [R, A] bool
-    cos: Tensor  # [positions, C] float32
+    cos: Tensor
     sin: Tensor
 
 
@@ -97,6 +112,7 @@ class Attention(nn.Module):
     def __init__(self, shape: DrafterShape, layer: int):
         super().__init__()
         d, c, h, g = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads
+        self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = h, g, c
         self.window = shape.sliding_window if shape.layer_types[layer] == "sliding_attention" else None
         # NOTE: q, k, v run as one product, and so do gate and up, without a copy because they are registered in a row.
@@ -115,14 +131,20 @@ class Attention(nn.Module):
         q, block_k, block_v = ops.norm_rope_split(
             stacked_linear(x, *weights), (h, g, g), norms, *tables, blocks.block_positions, eps
         )
-        context_k, context_v = ops.norm_rope_split(
-            stacked_linear(blocks.context, *weights[1:]), (g, g), norms[1:], *tables, blocks.context_positions, eps
-        )
+        context = blocks.context
+        context_k, context_v = self.context_keys(context) if isinstance(context, Context) else context[self.layer]
         anchors = (blocks.anchor_positions, blocks.anchor_valid)
         out = ops.anchor_attention(
             q, context_k, context_v, block_k, block_v, *anchors, self.window, self.head_dim**-0.5
         )
-        return self.o_proj(out.flatten(-2))
+        return stacked_linear(out.flatten(-2), self.o_proj.weight)
+
+    def context_keys(self, context: Context) -> ContextKeys:
+        weights, g = (self.k_proj.weight, self.v_proj.weight), self.num_kv_heads
+        tables = (context.cos, context.sin, context.positions)
+        projected = stacked_linear(context.hidden, *weights)
+        k, v = context.ops.norm_rope_split(projected, (g, g), (self.k_norm.weight,), *tables, self.k_norm.eps)
+        return k, v
 
 
 class MLP(nn.Module):
@@ -133,7 +155,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, ops: Any) -> Tensor:
-        return self.down_proj(ops.swiglu(stacked_linear(x, self.gate_proj.weight, self.up_proj.weight)))
+        gated = ops.swiglu(stacked_linear(x, self.gate_proj.weight, self.up_proj.weight))
+        return stacked_linear(gated, self.down_proj.weight)
 
 
 class DrafterLayer(nn.Module):
@@ -191,15 +214,29 @@ class Drafter(nn.Module):
         Returns:
             [R, A, K, D] after the last norm; without meaning in invalid blocks, whose gradient must be zero.
         """
-        device = target_hidden.device
+        positions = torch.arange(target_hidden.shape[1], dtype=torch.int32, device=target_hidden.device)
+        return self.draft(self.context(target_hidden, positions), block_embeddings, anchor_positions, anchor_valid)
+
+    def context(self, target_hidden: Tensor, positions: Tensor) -> Context:
+        """The taps [R, S, N*D] of context tokens, as layers take them."""
         ops = fused if target_hidden.is_cuda else reference
-        context, _ = self.hidden_norm(ops, self.fc(target_hidden))
+        hidden, _ = self.hidden_norm(ops, stacked_linear(target_hidden, self.fc.weight))
+        return Context(ops, hidden, positions, self.rotary.cos, self.rotary.sin)
+
+    def draft(
+        self,
+        context: Context | Sequence[ContextKeys],
+        block_embeddings: Tensor,
+        anchor_positions: Tensor,
+        anchor_valid: Tensor,
+    ) -> Tensor:
+        """`forward` for a context that is projected here, or was before: then keys and values, layer by layer."""
+        ops = fused if block_embeddings.is_cuda else reference
         blocks = Blocks(
             ops=ops,
             context=context,
-            context_positions=torch.arange(target_hidden.shape[1], dtype=torch.int32, device=device),
             block_positions=anchor_positions[..., None]
-            + torch.arange(self.shape.block_size, dtype=torch.int32, device=device),
+            + torch.arange(self.shape.block_size, dtype=torch.int32, device=anchor_positions.device),
             anchor_positions=anchor_positions,
             anchor_valid=anchor_valid,
             cos=self.rotary.cos,

@@ -19,13 +19,14 @@ FUSED: dict[str, type[FusedForward]] = {
 
 
 def choose_forward(
-    decoder: Any, target_layer_ids: tuple[int, ...], max_context: int, wanted: str, slides: bool
+    decoder: Any, target_layer_ids: tuple[int, ...], max_context: int, wanted: str, slides: bool, final: bool = False
 ) -> FusedForward | None:
     """The fused forward of the target, or None for the loop over its module's layers.
 
     Args:
         wanted: "auto" (fused where there is one), "fused" or "module".
         slides: are there layers with a window shorter than max_context.
+        final: are the last hidden states wanted too.
     Raises:
         UsageError: "fused" is wanted and there is none.
     """
@@ -40,7 +41,7 @@ def choose_forward(
     elif config.hidden_act != "silu":
         reason = f"its activation is {config.hidden_act}, not silu"
     if reason is None:
-        return FUSED[config.model_type](decoder, target_layer_ids, max_context)
+        return FUSED[config.model_type](decoder, target_layer_ids, max_context, final)
     if wanted == "fused":
         raise UsageError(
             f'profile: target.forward = "fused", but target family {config.model_type!r} has no fused forward here: '

@@ -111,13 +111,21 @@ class FusedForward:
         decoder: text decoder of transformers, on its device, frozen.
         target_layer_ids: ascending.
         max_context: the largest S.
+        final: run to the last layer, and extract its output after the final norm behind the taps.
         quantised: in FP8; afterwards the decoder's linear layers have no weights.
     Owns: rotary tables; the joined weights, of which the module's parameters become views.
     """
 
     zero_centred = False  # are the norms' weights 1 + w
 
-    def __init__(self, decoder: Any, target_layer_ids: tuple[int, ...], max_context: int, quantised: bool = False):
+    def __init__(
+        self,
+        decoder: Any,
+        target_layer_ids: tuple[int, ...],
+        max_context: int,
+        final: bool = False,
+        quantised: bool = False,
+    ):
         self.quantised = quantised
         self.embedding, self.target_layer_ids = decoder.embed_tokens, target_layer_ids
         self.family, self.eps = decoder.config.model_type, decoder.config.rms_norm_eps
@@ -135,7 +143,8 @@ class FusedForward:
         with torch.no_grad():
             self.cos, self.sin = (x[0].contiguous() for x in decoder.rotary_emb(example, self.positions.expand(axes)))
         self.layers, self.norms = [], []
-        for layer in decoder.layers[: max(target_layer_ids) + 1]:
+        self.final_norm = decoder.norm.weight.detach() if final else None
+        for layer in decoder.layers[: len(decoder.layers) if final else max(target_layer_ids) + 1]:
             self.layers.append((self.mixer(layer), Mlp(layer.mlp, self.project, swiglu)))
             self.norms.append((layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()))
             if device.type == "cuda":
@@ -162,8 +171,12 @@ class FusedForward:
         for i, (mixer, mlp) in enumerate(self.layers):
             normed, x = self.add_rms_norm(mixer(normed, rotary), x, self.norms[i][1], self.eps, self.zero_centred)
             out = mlp(normed)
-            if i == last:
+            if i == last and self.final_norm is None:
                 torch.add(x, out, out=taps[..., -size:])
+                return
+            if i == last:
+                normed, x = self.ops.add_rms_norm(out, x, self.final_norm, self.eps, self.zero_centred)
+                taps[..., -size:].copy_(normed)
                 return
             normed, x = self.add_rms_norm(out, x, self.norms[i + 1][0], self.eps, self.zero_centred)
             if i in self.target_layer_ids:
@@ -171,12 +184,15 @@ class FusedForward:
                 taps[..., n * size : (n + 1) * size].copy_(x)
 
     def layer(self, i: int, x: Tensor) -> Tensor:
-        """Layer i alone: its input [R, S, D] to its output."""
+        """Layer i alone: its input [R, S, D] to its output; of the last one after the final norm, where that is run."""
         mixer, mlp = self.layers[i]
         normed = self.rms_norm(x, self.norms[i][0], self.eps, self.zero_centred)
         mixed = mixer(normed, (self.cos, self.sin, self.positions[: x.shape[1]]))
         normed, x = self.add_rms_norm(mixed, x, self.norms[i][1], self.eps, self.zero_centred)
-        return x + mlp(normed)
+        x = x + mlp(normed)
+        if self.final_norm is not None and i == len(self.layers) - 1:
+            return self.ops.rms_norm(x, self.final_norm, self.eps, self.zero_centred)
+        return x
 
     def check_against_module(self, input_ids: Tensor, states: Sequence[Tensor]) -> None:
         """Each layer with the module's on the module's own input, and the taps with a chain of these layers.
@@ -184,7 +200,7 @@ class FusedForward:
         Layer by layer, because rounding adds up over layers until it hides a mistake.
 
         Args:
-            states: the module's hidden states, before the first layer and after each.
+            states: the module's hidden states, before the first layer and after each; the last after the final norm.
         Raises:
             CaptureError: a fused layer does not compute what the module's does.
         """
@@ -192,7 +208,7 @@ class FusedForward:
         for i in range(len(self.layers)):
             self.require_close(self.layer(i, states[i]), states[i + 1], f"layer {i}")
             x = self.layer(i, x)
-            if i in self.target_layer_ids:
+            if i in self.target_layer_ids or (self.final_norm is not None and i == len(self.layers) - 1):
                 tapped.append(x)
         expected = torch.cat(tapped, -1)
         taps = torch.empty_like(expected)

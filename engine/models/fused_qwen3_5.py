@@ -17,10 +17,17 @@ from draftgraph.kernels.gated_delta import implementation
 class FusedQwen35(FusedForward):
     zero_centred = True
 
-    def __init__(self, decoder: Any, target_layer_ids: tuple[int, ...], max_context: int, quantised: bool = False):
+    def __init__(
+        self,
+        decoder: Any,
+        target_layer_ids: tuple[int, ...],
+        max_context: int,
+        final: bool = False,
+        quantised: bool = False,
+    ):
         if decoder.embed_tokens.weight.is_cuda:
             require_fla()
-        super().__init__(decoder, target_layer_ids, max_context, quantised)
+        super().__init__(decoder, target_layer_ids, max_context, final, quantised)
 
     def mixer(self, layer: Any) -> Mixer:
         if hasattr(layer, "self_attn"):

@@ -38,6 +38,7 @@ from draftgraph.engine.models.weights import (
 from draftgraph.profiles.load import MODELS
 
 EMBEDDED = "smollm2"
+EMBEDDED_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RANDOM_PREFIX = "random:"
 
 
@@ -60,6 +61,11 @@ def locate(name: str) -> tuple[str, dict[str, Any]]:
             raise UsageError(f"target.model: no file {name}. Give a GGUF file, a transformers folder, or smollm2")
         return str(path.parent), {"gguf_file": path.name}
     return name, {}
+
+
+def public_name(name: str) -> str:
+    """What others call the target: exports name it."""
+    return EMBEDDED_HUB_NAME if name == EMBEDDED else name
 
 
 @functools.cache  # reading a GGUF tokenizer takes about ten seconds
@@ -192,9 +198,20 @@ def choose_implementations(model: Any) -> None:
 
 
 class Target:
-    """Extraction of the tapped layers of one target on one device; `forward` as in `choose_forward`."""
+    """Extraction of the tapped layers of one target on one device; `forward` as in `choose_forward`.
 
-    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], max_context: int, forward: str = "module"):
+    Args:
+        final: also extract, behind the taps, the last hidden states after the final norm: what its lm_head reads.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        target_layer_ids: tuple[int, ...],
+        max_context: int,
+        forward: str = "module",
+        final: bool = False,
+    ):
         self.model = model
         self.decoder = model.get_decoder()
         self.target_layer_ids = target_layer_ids
@@ -203,7 +220,10 @@ class Target:
         self.max_context = max_context
         self.refuse_bad_weights()
         self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
-        self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides)
+        self.final = final
+        if final:
+            self.refuse_changed_logits()
+        self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides, final)
         # Of each tap in FP8 from the model's own precision; empty where it runs in that.
         self.tap_errors: dict[int, float] = {}
 
@@ -242,13 +262,31 @@ class Target:
                 "fetch or convert the model again"
             )
 
+    def refuse_changed_logits(self) -> None:
+        """Logits that are more than the lm_head's product are not what the loss would compute from these states.
+
+        Raises:
+            UsageError: the family caps or scales them.
+        """
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if getattr(self.config, name, None) not in (None, 1.0):
+                raise UsageError(
+                    f"profile: drafter.labels takes the target's logits, and {self.config.model_type} changes them "
+                    f'({name} = {getattr(self.config, name)}); write drafter.labels = "data"'
+                )
+
+    @property
+    def taps_size(self) -> int:
+        """N*D, and D more with the final states."""
+        return (len(self.target_layer_ids) + self.final) * self.config.hidden_size
+
     @torch.no_grad()
     def extract(self, input_ids: Tensor, taps: Tensor) -> None:
-        """Write the outputs of the tapped layers.
+        """Write the outputs of the tapped layers, and the final states where they are wanted.
 
         Args:
             input_ids: [R, S] int64, right-padded with any valid id.
-            taps: [R, S, N*D] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
+            taps: [R, S, taps_size] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
         """
         if self.fused is not None:
             with torch.cuda.device_of(input_ids):  # where Triton launches; nothing on CPU
@@ -257,11 +295,14 @@ class Target:
         num_context = input_ids.shape[1]
         size = self.config.hidden_size
         x = self.decoder.embed_tokens(input_ids)
-        for i, layer in enumerate(self.decoder.layers[: max(self.target_layer_ids) + 1]):
+        last = len(self.decoder.layers) - 1 if self.final else max(self.target_layer_ids)
+        for i, layer in enumerate(self.decoder.layers[: last + 1]):
             x = layer(x, **self.inputs.of(i, num_context))
             if i in self.target_layer_ids:
                 n = self.target_layer_ids.index(i)
                 taps[..., n * size : (n + 1) * size].copy_(x)
+        if self.final:
+            taps[..., -size:].copy_(self.decoder.norm(x))
 
     @torch.no_grad()
     def check_against_module(self) -> None:
@@ -275,8 +316,7 @@ class Target:
         num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 130)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (2, num_tokens), generator=generator).to(self.device)
-        size = len(self.target_layer_ids) * self.config.hidden_size
-        taps = torch.empty(2, num_tokens, size, dtype=self.dtype, device=self.device)
+        taps = torch.empty(2, num_tokens, self.taps_size, dtype=self.dtype, device=self.device)
         try:
             self.extract(ids, taps)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -286,7 +326,9 @@ class Target:
             with torch.cuda.device_of(ids):
                 self.fused.check_against_module(ids, states)
         else:
-            self.check_loop(taps, torch.cat([states[i + 1] for i in self.target_layer_ids], -1))
+            # The module's last hidden states have passed its final norm.
+            wanted = [*(i + 1 for i in self.target_layer_ids), *([-1] if self.final else [])]
+            self.check_loop(taps, torch.cat([states[i] for i in wanted], -1))
         if self.device.type == "cuda":
             with count_syncs() as syncs:
                 self.extract(ids, taps)
@@ -304,16 +346,15 @@ class Target:
         """
         require_fp8(self.fused, self.config.model_type, self.dtype, self.device)
         assert self.fused is not None
-        size = len(self.target_layer_ids) * self.config.hidden_size
-        before, after = torch.empty(2, *input_ids.shape, size, dtype=self.dtype, device=self.device)
+        before, after = torch.empty(2, *input_ids.shape, self.taps_size, dtype=self.dtype, device=self.device)
         self.extract(input_ids, before)
         kind, self.fused = type(self.fused), None  # each layer's weights are given up once they are quantised
         with torch.cuda.device_of(input_ids):
-            self.fused = kind(self.decoder, self.target_layer_ids, self.max_context, quantised=True)
+            self.fused = kind(self.decoder, self.target_layer_ids, self.max_context, self.final, quantised=True)
         self.extract(input_ids, after)
-        parts = zip(*(taps.float().chunk(len(self.target_layer_ids), -1) for taps in (after, before)), strict=True)
+        parts = zip(*(taps.float().split(self.config.hidden_size, -1) for taps in (after, before)), strict=True)
         means = [token_differences(*part).mean().item() for part in parts]
-        self.tap_errors = dict(zip(self.target_layer_ids, means, strict=True))
+        self.tap_errors = dict(zip(self.target_layer_ids, means, strict=False))  # the final states are no tap
 
     def check_loop(self, taps: Tensor, expected: Tensor) -> None:
         difference = worst_token_difference(taps, expected).item()

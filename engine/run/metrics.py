@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class StepFigures:
     grad_norm: float | None
     lr: float
     skipped: int  # updates left out so far because a number was not finite or nothing was counted
+
+
+@dataclass(frozen=True)
+class RealAcceptance:
+    """Acceptance as decoding held-out prompts measures it; None where no forward was needed."""
+
+    acceptance: float | None
+    acceptance_per_slot: list[float | None]
 
 
 def ratio(over: float, under: float) -> float | None:
@@ -122,6 +130,24 @@ class Tally:
         self.first: list[StepFigures] = []
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
         self.skipped = 0
+        self.issued: dict[int, int] = {}  # steps whose figures have not arrived -> their real tokens
+        self.real: dict[int, RealAcceptance] = {}  # step -> as measured by decoding
+        self.best_step = 0  # of the best of them, also of those that the log held; 0: none
+        self.best = 0.0
+        for step, acceptance in real_acceptances(path).items():
+            self.judge(step, acceptance)
+
+    def judge(self, step: int, acceptance: float) -> bool:
+        """Is this the best real acceptance so far."""
+        if acceptance <= self.best:
+            return False
+        self.best, self.best_step = acceptance, step
+        return True
+
+    def measured(self, step: int, found: RealAcceptance) -> bool:
+        """Take in an evaluation of the weights of `step`, before its figures; was it the best so far."""
+        self.real[step] = found
+        return found.acceptance is not None and self.judge(step, found.acceptance)
 
     def add(self, vectors: list[tuple[int, list[float]]]) -> list[StepFigures]:
         """Log the vectors of steps, and return their figures.
@@ -132,7 +158,10 @@ class Tally:
         rows = [figures(step, vector, self.block_size) for step, vector in vectors]
         for row in rows:
             try:
-                self.file.write(json.dumps({**asdict(row), "time": round(time.time(), 3)}) + "\n")
+                rest: dict[str, Any] = {"real_tokens": self.issued.pop(row.step, None), "time": round(time.time(), 3)}
+                if row.step in self.real:
+                    rest |= {f"real_{name}": value for name, value in asdict(self.real[row.step]).items()}
+                self.file.write(json.dumps({**asdict(row), **rest}) + "\n")
             except OSError as error:
                 raise RunError(
                     f"cannot write {self.path}: {error.strerror}. The last good checkpoint is untouched; free some "
@@ -149,10 +178,22 @@ class Tally:
         last = self.first_and_last()
         if last["loss_last"] is None:
             return "train"
+        real = self.real_figures()["real_acceptance"]
         return (
             f"loss {last['loss_last']:.3f}, {real_tokens_per_s:,.0f} real tokens/s\n"
             f"simulated acceptance {last['acceptance_after']:.3f} (bonus counted)"
+            + ("" if real is None else f", real {real:.3f} at step {max(self.real)}")
         )
+
+    def real_figures(self) -> dict[str, float | None]:
+        """The real acceptance of this process's first and last evaluation, and the best of the run."""
+        steps = sorted(self.real)
+        return {
+            "real_acceptance_first": self.real[steps[0]].acceptance if steps else None,
+            "real_acceptance": self.real[steps[-1]].acceptance if steps else None,
+            "real_acceptance_best": self.best or None,
+            "real_acceptance_best_step": self.best_step or None,
+        }
 
     def first_and_last(self) -> dict[str, float | None]:
         """Loss and simulated acceptance, averaged over the first and the last steps of this process's run."""
@@ -175,6 +216,13 @@ def step_of(line: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
+
+
+def real_acceptances(log: Path) -> dict[int, float]:
+    """What a run's evaluations measured: step -> real acceptance."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    found = {step: json.loads(line).get("real_acceptance") for line in lines if (step := step_of(line))}
+    return {step: acceptance for step, acceptance in found.items() if acceptance is not None}
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -3,12 +3,10 @@
 Promises: counted from shapes, as everything in a plan. The milliseconds are at a rate that is named, not measured.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftgraph.engine.models.drafter import DrafterShape
-
-if TYPE_CHECKING:
-    from draftgraph.engine.plan import Plan
+from draftgraph.engine.plan import Plan
 
 # What GEMMs of 27B shapes reach on an H200 in bfloat16, in TFLOP/s.
 RATE_TFLOPS = 700.0
@@ -26,7 +24,7 @@ def kept_bytes(shape: DrafterShape, draft_tokens: int, element_size: int, recomp
     return draft_tokens * held * element_size
 
 
-def estimate(plan: "Plan") -> dict[str, Any]:
+def estimate(plan: Plan) -> dict[str, Any]:
     """What `drafter.recompute` saves and costs in the largest micro-step, whether it is on or not."""
     shape, size = plan.shape, 2 if plan.profile.target.dtype == "bfloat16" else 4
     largest = max(plan.buckets, key=lambda bucket: (bucket.rows * bucket.anchors, bucket.rows * bucket.context))
