@@ -173,18 +173,11 @@ POSITIVE = {
     "eval": ["count", "new_tokens"],
 }
 
-
 NOT_NEGATIVE = {
     "run": ["seed"],
     "drafter": [
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "intermediate_size",
-        "sliding_layers",
-        "rope_theta",
-        "alpha",
-        "init_std",
+        *("heads", "kv_heads", "head_dim", "intermediate_size", "sliding_layers"),
+        *("rope_theta", "alpha", "init_std"),
     ],
     "placement": ["look_ahead"],
     "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
@@ -324,14 +317,6 @@ def check(profile: Profile) -> None:
             "set placement.look_ahead to 1 or more"
         )
     capture, devices = profile.capture, placement.targets + placement.drafters
-    if profile.target.precision == "fp8":
-        if profile.target.forward == "module":
-            raise UsageError(
-                'profile: target.precision = "fp8" is for fused forwards; write target.forward = "auto", or '
-                'target.precision = "own"'
-            )
-        if capture.mode == "graph" and profile.target.dtype != "bfloat16":
-            raise UsageError('profile: products in FP8 give bfloat16; write target.dtype = "bfloat16"')
     if capture.mode == "graph" and "cpu" in devices:
         raise UsageError(
             'profile: capture.mode = "graph" needs a CUDA device for every target and drafter; write capture.mode = '

@@ -151,7 +151,10 @@ def test_fp8_without_a_fused_forward_or_a_device_for_it_is_refused(tmp_path, mon
     [
         ({"target": {"forward": "module"}}, r'is for fused forwards; write target\.forward = "auto"'),
         (
-            {"placement": {"targets": ["cuda:0"], "drafters": ["cuda:0"]}, "capture": {"mode": "graph"}},
+            {
+                "placement": {"targets": ["cuda:0"], "drafters": ["cuda:0"]},
+                "capture": {"mode": "graph", "warmup_rounds": 3, "verify_rounds": 3},
+            },
             r'give bfloat16; write target\.dtype = "bfloat16"',
         ),
     ],
@@ -160,7 +163,7 @@ def test_a_profile_that_cannot_be_in_fp8_is_refused_before_anything_is_loaded(tm
     values = profile_values(tmp_path, **changes)
     values["target"]["precision"] = "fp8"
     with pytest.raises(UsageError, match=message):
-        from_values(values)
+        forward.refuse_fp8(from_values(values))
 
 
 def test_warmup_names_the_product_and_the_error_of_every_tap(tmp_path):
