@@ -39,6 +39,10 @@ def advice(plan: Plan, device: torch.device) -> str:
     """Which keys to lower, to which values, and what is predicted then, for a device that ran out of memory."""
     now = predicted_bytes(plan, device)
     told = f"`plan` predicts {bytes_text(now)} for {device}"
+    drafter = dataclasses.replace(plan.profile.drafter, recompute=True)
+    recomputing = dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, drafter=drafter))
+    if (less := predicted_bytes(recomputing, device)) < now:
+        told += f", {bytes_text(less)} with --set drafter.recompute=true"
     # A prediction that said it would fit was wrong: ask for clearly less than it.
     limit = 0.75 * now
     if device.type == "cuda":

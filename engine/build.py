@@ -23,6 +23,7 @@ from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.held_out import HeldOut
 from draftgraph.engine.models.drafter import Drafter
+from draftgraph.engine.models.forward import refuse_fp8
 from draftgraph.engine.models.ops import require_fast_ops
 from draftgraph.engine.models.released import initialise, require_same_shape
 from draftgraph.engine.models.target import Target, load_model
@@ -171,11 +172,7 @@ def load_targets(
         CaptureError: the target's family cannot be run by this engine.
     """
     section, layers = plan.profile.target, plan.shape.target_layer_ids
-    if section.precision == "fp8" and plan.profile.eval.every:
-        raise UsageError(
-            "profile: the weights of target.precision = 'fp8' cannot decode the prompts of [eval]; write "
-            "eval.every = 0, and evaluate checkpoints with `draftgraph eval`"
-        )
+    refuse_fp8(plan.profile)
     last = None if plan.whole_target else plan.last_layer
     models: dict[torch.device, Any] = {}
     for device in dict.fromkeys(devices):

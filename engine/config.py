@@ -159,6 +159,7 @@ OPS = {
     "gated_delta": ("fla",),
     "causal_conv": ("causal_conv1d", "fla", "draftgraph"),
     "attention": ("cudnn", "flash", "efficient"),
+    "gemm": ("fp8",),
 }
 
 POSITIVE = {
@@ -172,18 +173,11 @@ POSITIVE = {
     "eval": ["count", "new_tokens"],
 }
 
-
 NOT_NEGATIVE = {
     "run": ["seed"],
     "drafter": [
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "intermediate_size",
-        "sliding_layers",
-        "rope_theta",
-        "alpha",
-        "init_std",
+        *("heads", "kv_heads", "head_dim", "intermediate_size", "sliding_layers"),
+        *("rope_theta", "alpha", "init_std"),
     ],
     "placement": ["look_ahead"],
     "optim": ["warmup", "eps", "weight_decay", "max_skipped"],

@@ -50,6 +50,15 @@ def test_kernel_workloads_are_right_at_tiny_shapes_and_claim_nothing_without_a_g
 
 
 @without_gpu
+def test_a_target_in_fp8_has_a_receipt_of_its_own(tmp_path):
+    bench(["target"], tmp_path, True, None, ["target.precision=fp8"], QUIET)
+    receipt = json.loads((tmp_path / "bench-target-fp8.json").read_text())
+    assert receipt["profile"]["target"]["precision"] == "fp8" and receipt["goals"] == {}
+    assert list(receipt["ours"]["tap_errors"]) == ["1", "3", "5"] and receipt["fp8_ceiling_tflops"] is None
+    assert min(receipt["ours"]["tap_errors"].values()) > 0.001
+
+
+@without_gpu
 def test_a_training_workload_runs_in_its_own_process(tmp_path):
     _, receipts = run(tmp_path, "w27-full")
     ours = receipts["w27-full"]["ours"]

@@ -38,6 +38,13 @@ def test_a_kernel_seen_in_a_graph_has_its_family(name, expected):
     assert families({name: 3}) == {expected: 3}
 
 
+def test_products_in_fp8_are_named_and_what_quantises_is_a_family_of_its_own():
+    products = ("nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_TNT", "cutlass::gemm::f8f8bf16_rowwise<float_e4m3_t>")
+    for name in products:
+        assert families({name: 1}) == {"gemm": 1} and implementations({name: 1}) == {"gemm": ["fp8"]}
+    assert families({"quantise_rows_kernel": 2, "rms_norm_kernel": 1}) == {"quantise": 2, "norm": 1}
+
+
 def test_families_add_up_and_the_most_frequent_comes_first():
     assert list(families({"nvjet_a": 2, "nvjet_b": 3, "anchor_forward_kernel": 4}).items()) == [
         ("gemm", 5),

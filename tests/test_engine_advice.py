@@ -23,7 +23,8 @@ def test_the_advised_sizes_are_predicted_to_need_what_is_said(tmp_path):
     plan = large_plan(tmp_path)
     text = advice(plan, CPU)
     now, then = predicted_bytes(plan, CPU), predicted_bytes(make_plan(smaller(plan.profile, 2)), CPU)
-    assert f"predicts {bytes_text(now)} for cpu; {bytes_text(then)} with" in text and then < 0.75 * now
+    assert f"predicts {bytes_text(now)} for cpu, " in text and then < 0.75 * now
+    assert f" with --set drafter.recompute=true; {bytes_text(then)} with --set buckets" in text
     assert "--set buckets.draft_tokens=2048 buckets.context_tokens=2048 drafter.chunk_slots=2048" in text
 
 

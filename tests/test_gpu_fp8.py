@@ -89,7 +89,7 @@ def test_captured_taps_are_the_bits_of_eager_ones_and_their_products_are_in_fp8(
     lane.capture()
     compare([lane], references)
     (row,) = lane.evidence
-    assert row.max_difference == 0 and row.implementations["gemm"] == ["fp8"]
+    assert row.max_difference == 0 and row.implementations.get("gemm") == ["fp8"], row.kernels
     # Before the output of attention or the delta rule there is a kernel for this alone; SwiGLU's quantises as well.
     assert row.families["quantise"] == 2 * 7
     assert row.gemm_fp8_flops == row.gemm_flops > 0

@@ -4,8 +4,9 @@ import pytest
 import torch
 from fused_cases import CASES, make_model
 from rich.console import Console
-from tiny import VOCAB, tiny_profile, write_target
+from tiny import VOCAB, profile_values, tiny_profile, write_target
 
+from draftgraph.engine.config import from_values
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.models import forward
 from draftgraph.engine.models.target import Target, load_model
@@ -143,6 +144,26 @@ def test_fp8_without_a_fused_forward_or_a_device_for_it_is_refused(tmp_path, mon
     forward.require_fp8(found, "llama", torch.bfloat16, gpu)
     with pytest.raises(UsageError, match=r'set target\.dtype = "bfloat16"'):
         forward.require_fp8(found, "llama", torch.float32, gpu)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": {"forward": "module"}}, r'is for fused forwards; write target\.forward = "auto"'),
+        (
+            {
+                "placement": {"targets": ["cuda:0"], "drafters": ["cuda:0"]},
+                "capture": {"mode": "graph", "warmup_rounds": 3, "verify_rounds": 3},
+            },
+            r'give bfloat16; write target\.dtype = "bfloat16"',
+        ),
+    ],
+)
+def test_a_profile_that_cannot_be_in_fp8_is_refused_before_anything_is_loaded(tmp_path, changes, message):
+    values = profile_values(tmp_path, **changes)
+    values["target"]["precision"] = "fp8"
+    with pytest.raises(UsageError, match=message):
+        forward.refuse_fp8(from_values(values))
 
 
 def test_warmup_names_the_product_and_the_error_of_every_tap(tmp_path):

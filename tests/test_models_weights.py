@@ -28,6 +28,7 @@ def saved(tmp_path, family="llama", **extra):
     """A checkpoint of a random model in several shards."""
     model = load_model(write_target(tmp_path, family, **extra), torch.bfloat16, CPU)
     folder = tmp_path / family
+    model.generation_config.eos_token_id = [3, 5]
     model.save_pretrained(folder, max_shard_size="40KB")
     return folder, model
 
@@ -53,6 +54,7 @@ def test_a_checkpoint_is_read_as_transformers_reads_it(tmp_path, family):
     assert list(found.state_dict()) == list(expected.state_dict()) == list(model.state_dict())
     ours, theirs = ({**m.state_dict(), **dict(m.named_buffers())} for m in (found, expected))
     assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
+    assert found.generation_config.eos_token_id == expected.generation_config.eos_token_id == [3, 5]
     tied = found.get_output_embeddings().weight is found.get_input_embeddings().weight
     assert tied == found.config.tie_word_embeddings and not any(p.requires_grad for p in found.parameters())
 

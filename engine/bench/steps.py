@@ -75,11 +75,11 @@ def beside_peer(bench: Bench, profile: Profile, ours: dict[str, Any], measured: 
     def over(figure: str) -> float | None:
         return ours[figure] / max(line[figure] for line in measured.values()) if measured else None
 
-    floor, ceilings = None, (bench.target_ceiling(profile), bench.ceiling_tflops)
-    if ceilings[0] and ceilings[1]:
+    floor, ceiling = None, bench.target_ceiling(profile)
+    if ceiling and bench.ceiling_tflops:
         target_flops = ours["target_flops_per_token"]
-        rest = ours["flops_per_token"] - target_flops
-        floor = 1e12 / (target_flops / ceilings[0] + rest / ceilings[1])
+        drafter_flops = ours["flops_per_token"] - target_flops
+        floor = 1e12 / (target_flops / ceiling + drafter_flops / bench.ceiling_tflops)
     ours["floor_tokens_per_s"] = floor
     share = ours[steady] / floor if floor else None
     best = max((line[steady] for line in measured.values()), default=None)

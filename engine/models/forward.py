@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from draftgraph.engine.config import Profile
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.models.fused import FusedForward
 from draftgraph.engine.models.fused_llama import FusedLlama
@@ -48,6 +49,28 @@ def choose_forward(
             f'{reason}; write "auto" or "module"'
         )
     return None
+
+
+def refuse_fp8(profile: Profile) -> None:
+    """Refuse, before anything is loaded, what cannot be in FP8 on any device.
+
+    Raises:
+        UsageError: with what to change.
+    """
+    if profile.target.precision != "fp8":
+        return
+    if profile.target.forward == "module":
+        raise UsageError(
+            'profile: target.precision = "fp8" is for fused forwards; write target.forward = "auto", or '
+            'target.precision = "own"'
+        )
+    if profile.capture.mode == "graph" and profile.target.dtype != "bfloat16":
+        raise UsageError('profile: products in FP8 give bfloat16; write target.dtype = "bfloat16"')
+    if profile.eval.every:
+        raise UsageError(
+            "profile: the weights of target.precision = 'fp8' cannot decode the prompts of [eval]; write "
+            "eval.every = 0, and evaluate checkpoints with `draftgraph eval`"
+        )
 
 
 def require_fp8(fused: FusedForward | None, family: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -27,12 +27,14 @@ from draftgraph.engine.models.fused import token_differences, worst_token_differ
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
 from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops
 from draftgraph.engine.models.weights import (
-    STREAMED,
-    checkpoint_files,
     copy_weights,
     cut_layers,
     materialise,
+    read_generation_config,
     read_weights,
+    refuse_bad_weights,
+    refuse_changed_logits,
+    streamed_files,
 )
 from draftgraph.profiles.load import MODELS
 
@@ -133,9 +135,12 @@ def load_model(
         with quiet(), rng, device_defaults(dtype, device):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    elif files := streamed_files(name):
+    elif files := streamed_files(*locate(name), load_config(name)):
         with quiet(), torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(load_config(name), dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_config(
+                load_config(name), dtype=dtype, trust_remote_code=False
+            )
+        read_generation_config(model, locate(name)[0])
     else:
         path, extra = locate(name)
         with quiet():
@@ -154,19 +159,6 @@ def load_model(
     choose_implementations(model)
     # NOTE: no cast here: it would round the rotary frequencies, which transformers keeps in float32.
     return model.to(device).requires_grad_(False).eval()
-
-
-def streamed_files(name: str) -> list[Path]:
-    """The safetensors files of a model that `weights` reads; none where transformers does."""
-    path, extra = locate(name)
-    config = load_config(name)
-    if extra or config.model_type not in STREAMED or getattr(config, "quantization_config", None) is not None:
-        return []
-    with quiet():
-        try:
-            return checkpoint_files(path)
-        except OSError:
-            return []  # transformers says what is missing
 
 
 def decoder_on_meta(config: Any) -> Any:
@@ -215,11 +207,11 @@ class Target:
         self.config = self.decoder.config
         self.device, self.dtype = next(model.parameters()).device, next(model.parameters()).dtype
         self.max_context = max_context
-        self.refuse_bad_weights()
+        refuse_bad_weights(model)
         self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
         self.final = final
         if final:
-            self.refuse_changed_logits()
+            refuse_changed_logits(self.config)
         self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides, final)
         # Of each tap in FP8 from the model's own precision; empty where it runs in that.
         self.tap_errors: dict[int, float] = {}
@@ -240,37 +232,6 @@ class Target:
     def lm_head(self) -> Tensor:
         """[V, D], frozen, shared with the drafter; the embedding itself where the target ties them."""
         return self.model.get_output_embeddings().weight
-
-    @torch.no_grad()
-    def refuse_bad_weights(self) -> None:
-        """Every weight must be finite; a NaN would reach every tap.
-
-        Raises:
-            UsageError: naming the tensors.
-        """
-        bad = []
-        for name, weight in self.model.named_parameters():
-            # The extremes hold a NaN where there is one, and take no memory.
-            if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
-                bad.append(name)
-        if bad:
-            raise UsageError(
-                f"target.model: {len(bad)} of its tensors hold weights that are not finite, the first is {bad[0]}; "
-                "fetch or convert the model again"
-            )
-
-    def refuse_changed_logits(self) -> None:
-        """Logits that are more than the lm_head's product are not what the loss would compute from these states.
-
-        Raises:
-            UsageError: the family caps or scales them.
-        """
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(self.config, name, None) not in (None, 1.0):
-                raise UsageError(
-                    f"profile: drafter.labels takes the target's logits, and {self.config.model_type} changes them "
-                    f'({name} = {getattr(self.config, name)}); write drafter.labels = "data"'
-                )
 
     @property
     def taps_size(self) -> int:

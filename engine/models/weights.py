@@ -7,6 +7,7 @@ Does not do: families whose checkpoints hold other tensors than their module (mi
 checkpoints: transformers loads those.
 """
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,10 +18,12 @@ import torch
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from draftgraph.engine.errors import UsageError
+from draftgraph.engine.models.contexts import quiet
 
 # Families of which every tensor of a checkpoint is one of the module, by model_type of the text configuration.
 STREAMED = (
@@ -56,6 +59,28 @@ def checkpoint_files(path: str) -> list[Path]:
         return [Path(file) for file in get_checkpoint_shard_files(path, index)[0]]
     single = cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
     return [] if single is None else [Path(single)]
+
+
+def streamed_files(path: str, extra: Mapping[str, Any], config: Any) -> list[Path]:
+    """The files of a model that are read here; none where transformers reads them.
+
+    Args:
+        path, extra: a folder or hub name, and what else finds the model: a GGUF file.
+        config: of the text model.
+    """
+    if extra or config.model_type not in STREAMED or getattr(config, "quantization_config", None) is not None:
+        return []
+    with quiet():
+        try:
+            return checkpoint_files(path)
+        except OSError:
+            return []  # transformers says what is missing
+
+
+def read_generation_config(model: Any, path: str) -> None:
+    """Where answers end, which the model's own configuration need not say."""
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def cut_layers(model: Any, last_layer: int) -> None:
@@ -157,3 +182,36 @@ def left_out(stored: str, last_layer: int, wanted: Mapping[str, Tensor]) -> bool
     if layer is not None:
         return int(layer[1]) > last_layer
     return bool(_OTHER_TOWERS.match(stored)) or (inner == "model.norm.weight" and inner not in wanted)
+
+
+@torch.no_grad()
+def refuse_bad_weights(model: Any) -> None:
+    """Every weight must be finite; a NaN would reach every tap.
+
+    Raises:
+        UsageError: naming the tensors.
+    """
+    bad = []
+    for name, weight in model.named_parameters():
+        # The extremes hold a NaN where there is one, and take no memory.
+        if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+            bad.append(name)
+    if bad:
+        raise UsageError(
+            f"target.model: {len(bad)} of its tensors hold weights that are not finite, the first is {bad[0]}; "
+            "fetch or convert the model again"
+        )
+
+
+def refuse_changed_logits(config: Any) -> None:
+    """Logits that are more than the lm_head's product are not what the loss would compute from the final states.
+
+    Raises:
+        UsageError: the family caps or scales them.
+    """
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise UsageError(
+                f"profile: drafter.labels takes the target's logits, and {config.model_type} changes them "
+                f'({name} = {getattr(config, name)}); write drafter.labels = "data"'
+            )
