@@ -158,13 +158,14 @@ class CachedTarget:
         steps = torch.arange(num_tokens, device=self.device).repeat(self.num_rows, 1)
         kept = torch.full((self.num_rows,), num_tokens, device=self.device)
         kept[::2] -= 1
-        self.reset()
-        self.forward(ids[:, :num_tokens], steps)
-        self.commit(kept)
         positions = kept[:, None] + steps
-        hidden, _ = self.forward(ids.gather(1, positions), positions)
         self.reset()
-        expected = self.model(ids, use_cache=False).logits
+        with torch.cuda.device_of(ids):  # where Triton launches; nothing on CPU
+            self.forward(ids[:, :num_tokens], steps)
+            self.commit(kept)
+            hidden, _ = self.forward(ids.gather(1, positions), positions)
+            expected = self.model(ids, use_cache=False).logits
+        self.reset()
         expected = expected.gather(1, positions[..., None].expand(-1, -1, expected.shape[-1]))
         return worst_token_difference(self.logits(hidden), expected).item()
 
