@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftgraph.engine.models.cached_delta import CachedDelta
 from draftgraph.engine.models.fused import worst_token_difference
+from draftgraph.engine.models.fused_qwen3_5 import require_fla
 from draftgraph.engine.models.layers import require_layer_loop, rotary_tables, unsupported
 
 
@@ -70,6 +71,8 @@ class CachedTarget:
         if kind == "linear_attention":
             if not hasattr(layer.linear_attn, "in_proj_qkv"):
                 raise unsupported(self.config, "its linear attention cannot be decoded over static caches")
+            if self.device.type == "cuda":
+                require_fla()
             return CachedDelta(layer.linear_attn, self.num_rows, self.dtype, self.device)
         heads = self.config.num_key_value_heads
         shape = (self.num_rows, heads, len(self.slots), layer.self_attn.head_dim)

@@ -157,11 +157,8 @@ class Tally:
         rows = [figures(step, vector, self.block_size) for step, vector in vectors]
         for row in rows:
             try:
-                real = (
-                    {f"real_{name}": v for name, v in asdict(self.real[row.step]).items()}
-                    if row.step in self.real
-                    else {}
-                )
+                found = asdict(self.real[row.step]) if row.step in self.real else {}
+                real = {f"real_{name}": value for name, value in found.items()}
                 self.file.write(json.dumps({**asdict(row), **real, "time": round(time.time(), 3)}) + "\n")
             except OSError as error:
                 raise RunError(
