@@ -13,6 +13,7 @@ class GraphEvidence:
     `pool_bytes` is what this graph added to its lane's pool: later graphs reuse the blocks of earlier ones.
     `executable_bytes` is what the driver took at its instantiation.
     `gemm_flops` are those of the matrix products that torch issues; kernels of fla and our own are not counted.
+    `gemm_fp8_flops` are those of them in FP8.
     `guard_us` is the host time of one check of the inputs.
     `max_difference` is 0.0 once every output of every verification round was bit-equal to the eager run.
     """
@@ -34,5 +35,6 @@ class GraphEvidence:
     eager_ms: float | None
     replay_ms: float | None
     gemm_flops: int | None
+    gemm_fp8_flops: int | None
     guard_us: float | None
     max_difference: float | None

@@ -21,6 +21,7 @@ _FAMILIES = [
         ("causal_conv", r"causal_conv"),
         ("attention", r"anchor_\w+_kernel|flash|fmha|sdpa|attention"),
         ("cross_entropy", r"softmax_statistics_kernel|softmax_gradient_kernel|cross_entropy"),
+        ("quantise", r"quantise"),
         ("norm", r"rms_?norm|layer_?norm|l2norm|norm_rope|norm_gated|GammaBeta"),
         ("activation", r"swiglu|silu|sigmoid|gelu|\bgate_kernel"),
         ("optimizer", r"multi_tensor_apply|adam"),
@@ -43,6 +44,8 @@ _IMPLEMENTATIONS = {
         ("efficient", re.compile(r"fmha_cutlass|AttentionKernel")),
         ("flash", re.compile(r"flash")),
     ),
+    # Said where a product is in FP8: cuBLAS writes its operands as "qq", CUTLASS as their type.
+    "gemm": (("fp8", re.compile(r"nvjet_\w*qq|e4m3|f8f8")),),
 }
 
 

@@ -38,7 +38,7 @@ class _Entry:
     graph: CapturedGraph | None = None
     eager_ms: list[float] = field(default_factory=list)
     replay_ms: list[float] = field(default_factory=list)
-    gemm_flops: int | None = None
+    products: CountProducts | None = None
     guard_us: float | None = None
     max_difference: float | None = None
 
@@ -107,7 +107,7 @@ class Lane:
                 if number == 0 and self.stream is not None:
                     with CountProducts() as counted:
                         self.run_eager(step)
-                    self._entry(step).gemm_flops = counted.flops
+                    self._entry(step).products = counted
                 else:
                     self.run_eager(step)
             # The first run pays for compilation; it says nothing about the step.
@@ -245,7 +245,8 @@ class Lane:
             capture_seconds=None if graph is None else graph.seconds,
             eager_ms=median(entry.eager_ms) if entry.eager_ms else None,
             replay_ms=median(entry.replay_ms) if entry.replay_ms else None,
-            gemm_flops=entry.gemm_flops,
+            gemm_flops=None if entry.products is None else entry.products.flops,
+            gemm_fp8_flops=None if entry.products is None else entry.products.fp8_flops,
             guard_us=entry.guard_us,
             max_difference=entry.max_difference,
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from draftgraph.capture import nvml
+
 
 class MemoryWatch:
     """Marks the memory figures of some devices step by step.
@@ -34,11 +36,9 @@ class MemoryWatch:
         self._num_marks += 1
         for device, reserved in zip(self._devices, self._reserved, strict=True):
             reserved.add(torch.cuda.memory_reserved(device))
-        if self._nvml:
-            import pynvml
-
-            for handle, used in zip(self._nvml, self._used, strict=True):
-                used.add(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        for handle, used in zip(self._nvml or (), self._used, strict=True):
+            if (now := nvml.used_bytes(handle)) is not None:
+                used.add(now)
 
     def growth(self) -> dict[str, int]:
         """The last mark minus the first, of all devices together; 0 where it cannot be measured."""
@@ -99,18 +99,11 @@ def _allocated(device: int) -> tuple[int, int]:
 
 
 def _nvml_handles(devices: list[int]) -> list[Any] | None:
-    """NVML's handles of CUDA devices, by UUID: the two number devices differently. None without NVML."""
+    """NVML's handles of CUDA devices; None where there are none, or where one does not tell its memory in use."""
     if not devices:
         return None
-    import pynvml
-
     try:
-        pynvml.nvmlInit()
-        uuids = [torch.cuda.get_device_properties(device).uuid for device in devices]
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
-        # Some virtual machines name their devices but do not tell the memory in use.
-        for handle in handles:
-            pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return handles
-    except pynvml.NVMLError:
+        handles = nvml.open_handles(nvml.uuids(devices))
+    except nvml.Unavailable:
         return None
+    return None if any(nvml.used_bytes(handle) is None for handle in handles) else handles

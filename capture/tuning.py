@@ -6,9 +6,11 @@ Covers every autotuner of the named packages (fla's). Triton keeps choices in it
 wiped or belong to another machine: it is a cache, not a record.
 """
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def save(path: Path) -> None:
 
 
 def restore(path: Path) -> Choices:
-    """Make this process choose as the one that saved; to be called once the kernels' modules are imported.
+    """Make this process choose as the one that saved; to be called before a kernel runs.
 
     Returns:
         What was restored, for `refuse_new`.
@@ -48,6 +50,11 @@ def restore(path: Path) -> Choices:
 
     try:
         saved: Choices = json.loads(path.read_text())
+        for module in {name.rpartition(".")[0] for name in saved}:
+            # NOTE: the file lies in a run folder: it may load the kernels it is about, and nothing else.
+            if module.split(".")[0] in PACKAGES:
+                with suppress(ImportError):  # of another version: `refuse_new` tells
+                    importlib.import_module(module)
         for name, tuner in _autotuners():
             for key, fields in saved.get(name, {}).items():
                 tuner.cache[_tuple(json.loads(key))] = Config(**fields)

@@ -7,7 +7,8 @@ import torch
 from draftgraph.engine.build import resolve_device
 from draftgraph.engine.config import Profile
 from draftgraph.engine.errors import DraftgraphError
-from draftgraph.engine.plan import Plan, device_bytes, make_plan
+from draftgraph.engine.plan import Plan, make_plan
+from draftgraph.engine.predict.memory import device_bytes
 from draftgraph.engine.show import bytes_text
 
 HEADROOM = 0.9  # of a device, for what a prediction does not see: the context, libraries, executables

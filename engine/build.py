@@ -1,12 +1,18 @@
 """From a plan to the rig: models loaded, buffers taken, lanes filled. All memory is taken here or at capture."""
 
-from collections.abc import Callable, Iterator
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from draftgraph.capture.lane import Lane
@@ -18,12 +24,14 @@ from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.held_out import HeldOut
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.ops import require_fast_ops
+from draftgraph.engine.models.released import initialise, require_same_shape
 from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.run.buffers import BatchBuffer, BatchViews
 from draftgraph.engine.run.lanes import DrafterLane, DrafterParts, TargetLane
-from draftgraph.engine.run.reduce import Reduction
-from draftgraph.engine.run.scheduler import HandOffSlot, Rig
+from draftgraph.engine.run.reduce import Across, Reduction
+from draftgraph.engine.run.rig import HandOffSlot, Rig
+from draftgraph.engine.show import bytes_text
 from draftgraph.kernels.anchor_attention import TILES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,18 +108,23 @@ class Engine:
         return sorted({lane.device for lane in self.rig.lanes}, key=str)
 
     def initialise(self) -> None:
-        """The state before step 1, from the profile's seed; every drafter the same."""
+        """The state before step 1, from the profile's seed or `drafter.init`; every drafter the same."""
+        seed, section = self.plan.profile.run.seed, self.plan.profile.drafter
         for drafter in self.rig.drafters:
-            drafter.initialise(self.plan.profile.run.seed, self.plan.profile.drafter.init_std)
+            drafter.initialise(partial(initialise, init=section.init, seed=seed, std=section.init_std))
 
     def rows_of(self, step: int) -> str:
-        """The rows that a step trained on, dealt again from the schedule, as the shards number them."""
-        section = self.plan.profile
-        first, last = ((step - 1) * section.optim.accumulate, step * section.optim.accumulate - 1)
+        """How to see the rows that a step trained on, which are dealt again from the schedule."""
+        section, accumulate = self.plan.profile, self.plan.accumulate
+        first, last = (step - 1) * accumulate, step * accumulate - 1
         first, last = first // section.drafter.reuse, last // section.drafter.reuse
         batches = islice(self.schedule.at(first), last - first + 1)
         rows = sorted({int(self.plan.rows.row_ids[row]) for batch in batches for row in batch.row_ids})
-        return f"rows {', '.join(map(str, rows))} of {section.data.shards or section.data.random_lengths}"
+        named, folder = ",".join(map(str, rows)), section.data.shards
+        if not folder:
+            return f"rows {named} of {section.data.random_lengths}"
+        command = ["draftgraph", "prepare", folder, "--target", section.target.model, "--show-rows", named]
+        return f"to see its rows: {shlex.join(command)}"
 
     @contextmanager
     def loader(self, first: int) -> Iterator[tuple[Loader, Rig]]:
@@ -144,16 +157,65 @@ def pin(slot: Tensor) -> None:
         raise RunError(f"cannot pin {slot.nbytes} bytes of shared memory (CUDA status {status}); raise `ulimit -l`")
 
 
-def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
+def load_targets(
+    plan: Plan,
+    devices: Sequence[torch.device],
+    max_context: int,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
+) -> dict[torch.device, Target]:
+    """The target on each device, read once, compared with its module, and in FP8 where the profile says so.
+
+    Raises:
+        UsageError: the model is missing, or FP8 is not possible.
+        CaptureError: the target's family cannot be run by this engine.
+    """
+    section, layers = plan.profile.target, plan.shape.target_layer_ids
+    if section.precision == "fp8" and plan.profile.eval.every:
+        raise UsageError(
+            "profile: the weights of target.precision = 'fp8' cannot decode the prompts of [eval]; write "
+            "eval.every = 0, and evaluate checkpoints with `draftgraph eval`"
+        )
+    last = None if plan.whole_target else plan.last_layer
+    models: dict[torch.device, Any] = {}
+    for device in dict.fromkeys(devices):
+        say(f"loading {section.model} on {device}")
+        since, source = time.perf_counter(), next(iter(models.values()), None)
+        arguments = (DTYPES[section.dtype], device, plan.profile.run.seed, last, source, progress)
+        models[device] = load_model(section.model, *arguments)
+        size = sum(parameter.nbytes for parameter in models[device].parameters())
+        say(f"loaded {bytes_text(size)} in {time.perf_counter() - since:.1f} s")
+    targets = {}
+    for device, model in models.items():
+        targets[device] = target = Target(model, layers, max_context, section.forward, plan.rule.labels != "data")
+        if target.fused is None:
+            require_fast_ops(model, device, plan.profile.capture.allow_fallback)
+        target.check_against_module()
+        if section.precision == "fp8":
+            longest = plan.rows[int(plan.lengths.argmax())][0].astype(np.int64)
+            target.quantise(torch.from_numpy(longest)[None].to(device))
+    return targets
+
+
+def build(
+    plan: Plan,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
+    across: Across | None = None,
+) -> Engine:
     """Load the models and take the buffers. The drafters' weights are those of step 1 only after `initialise`.
 
     Args:
         say: receives one line per slow part.
+        progress: shows how far the weights are.
+        across: sums over hosts, where there are several.
     Raises:
         UsageError: a device or a model is missing.
         CaptureError: the target's family cannot be run by this engine.
     """
     profile = plan.profile
+    if profile.drafter.init:
+        require_same_shape(Path(profile.drafter.init), plan.shape)
     dtype = DTYPES[profile.target.dtype]
     target_devices = [resolve_device(name) for name in profile.placement.targets]
     drafter_devices = [resolve_device(name) for name in profile.placement.drafters]
@@ -161,19 +223,10 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
     mode = profile.capture.mode
     data = VerificationData(plan)
 
-    models = {}
-    for device in target_devices:
-        if device not in models:
-            say(f"loading {profile.target.model} on {device}")
-            models[device] = load_model(profile.target.model, dtype, device, profile.run.seed)
-    targets, target_lanes = [], []
-    for t, device in enumerate(target_devices):
-        target = Target(models[device], plan.shape.target_layer_ids, max_context, profile.target.forward)
-        if target.fused is None:
-            require_fast_ops(models[device], device, profile.capture.allow_fallback)
-        target.check_against_module()
+    loaded = load_targets(plan, target_devices, max_context, say, progress)
+    targets, target_lanes = [loaded[device] for device in target_devices], []
+    for t, (target, device) in enumerate(zip(targets, target_devices, strict=True)):
         batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device)
-        targets.append(target)
         target_lanes.append(TargetLane(f"target {t}", target, batch, mode, data.fill))
 
     drafter_lanes, rings = [], []
@@ -186,7 +239,7 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         # The target's own embedding and lm_head where it is on this device, a copy elsewhere.
         source = targets[target_devices.index(device) if device in target_devices else 0]
         with device:  # a billion parameters are made where they live
-            drafter = Drafter(plan.shape, max_context)
+            drafter = Drafter(plan.shape, max_context, profile.drafter.recompute)
         embedding = source.embedding.to(device)
         tied = source.lm_head.data_ptr() == source.embedding.data_ptr()
         parts = DrafterParts(
@@ -201,7 +254,7 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         look_ahead = profile.placement.look_ahead
         batch = BatchBuffer(plan.layouts, plan.taps_size, dtype, device) if look_ahead else target_lanes[0].batch
         drafter_lanes.append(
-            DrafterLane(f"drafter {d}", parts, batch, device, mode, data.fill, d, len(drafter_devices))
+            DrafterLane(f"drafter {d}", parts, batch, device, mode, data.fill, d, len(drafter_devices), plan.hosts)
         )
         ring = [
             HandOffSlot(BatchBuffer(plan.layouts, plan.taps_size, dtype, device), device) for _ in range(look_ahead)
@@ -211,7 +264,7 @@ def build(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Engine:
         targets=target_lanes,
         drafters=drafter_lanes,
         rings=[ring for ring in rings if ring],
-        reduction=Reduction(drafter_lanes),
+        reduction=Reduction(drafter_lanes, across),
         host_slots=[],
         buckets=plan.buckets,
     )

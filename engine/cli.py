@@ -6,6 +6,7 @@ Exit status: 0 done; 2 usage or profile; 3 data; 4 capture or verification; 5 ru
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from draftgraph.engine.commands import (
     plan,
     prepare,
     regenerate,
+    report,
     trace,
     train,
     warmup,
@@ -39,6 +41,13 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"takes a number above 0, found {value}")
     return value
+
+
+def row_numbers(text: str) -> list[int]:
+    """Numbers from 0 on, commas between them."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"takes numbers of rows, such as 17,24, found {text}")
+    return [int(part) for part in text.split(",")]
 
 
 def budget(text: str) -> int:
@@ -76,6 +85,9 @@ def parser() -> argparse.ArgumentParser:
     def add_profile(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("profile", metavar="PROFILE", help="path to a TOML file, or the name of a shipped profile")
         sub.add_argument("--run", metavar="DIR", help="run folder (default: runs/PROFILE)")
+        add_assignments(sub)
+
+    def add_assignments(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--set",
             dest="assignments",
@@ -115,6 +127,12 @@ def parser() -> argparse.ArgumentParser:
         )
     sub.add_argument("--show", type=positive, metavar="N", help="print the first N used rows, supervised tokens marked")
     sub.add_argument(
+        "--show-rows",
+        type=row_numbers,
+        metavar="N,...",
+        help="print these rows of a shard folder, which FILE names, as a training run tells them",
+    )
+    sub.add_argument(
         "--max-bad-rows", type=share, default=1.0, metavar="SHARE", help="stop where more are skipped (%(default)s)"
     )
     sub.add_argument("--strict", action="store_true", help="stop at the first row that would be skipped")
@@ -126,8 +144,19 @@ def parser() -> argparse.ArgumentParser:
         help="processes (default: one a core, fewer for small files)",
     )
 
-    sub = add("plan", plan, "buckets, padding, memory per device; needs no GPU", "example: draftgraph plan smollm2-cpu")
+    sub = add(
+        "plan",
+        plan,
+        "without a GPU: buckets, padding, memory, predicted milliseconds and tokens/s, the best use of 2 to 64 devices",
+        "example: draftgraph plan qwen3.6-27b-8gpu --timeline plan.svg\n"
+        "         draftgraph plan qwen3.6-27b-8gpu --gpu h100 --set drafter.reuse=2",
+    )
     add_profile(sub)
+    sub.add_argument("--gpu", metavar="CARD", help="h200, h100, b200, a100-80gb, ... (default: the warm-up's or h200)")
+    sub.add_argument(
+        "--warmup", metavar="FILE", help="a warmup.json, whose times replace estimates (default: the run folder's)"
+    )
+    sub.add_argument("--timeline", metavar="FILE", help="draw the simulated schedule of two steps: .svg")
     sub.add_argument(
         "--picture", metavar="FILE", help="draw the row lengths and the buckets' edges: .svg or .png (extra `data`)"
     )
@@ -161,6 +190,15 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--node", action="store_true", help="nsys: every kernel of a graph, not the graph as a whole")
 
     sub = add(
+        "report",
+        report,
+        "write a run's report.html again, also while it goes on, or beside another run",
+        "example: draftgraph report runs/first\n         draftgraph report runs/first --against runs/second",
+    )
+    sub.add_argument("source", metavar="RUN", help="run folder")
+    sub.add_argument("--against", metavar="RUN", help="another run folder, drawn beside it")
+
+    sub = add(
         "eval",
         evaluate,
         "speculative decoding with a drafter: acceptance length, and output compared with plain greedy decoding",
@@ -191,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     sub = add(
         "export",
         export,
-        "write a drafter for z-lab's code, SGLang and vLLM",
+        "write a drafter for z-lab's code, SGLang, vLLM and speculators, with a model card",
         "example: draftgraph export runs/first --out drafter",
     )
     sub.add_argument("source", metavar="RUN", help="run folder or exported drafter")
@@ -199,7 +237,12 @@ def parser() -> argparse.ArgumentParser:
         "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
     )
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to write")
-    sub.add_argument("--format", choices=["zlab"], default="zlab", help="(%(default)s)")
+    sub.add_argument(
+        "--format",
+        choices=["zlab", "speculators"],
+        default="zlab",
+        help="zlab: z-lab's code, SGLang, vLLM; speculators: that library, vLLM (%(default)s)",
+    )
     sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
 
     sub = add(
@@ -242,6 +285,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="ROWS",
         help="of the peer's micro-steps, in w27-var and w08-var",
     )
+    add_assignments(sub)
 
     sub = add(
         "demo",

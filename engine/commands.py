@@ -19,10 +19,15 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.data.prepare import prepare as prepare_rows
     from draftgraph.engine.data.prepare import show_rows
     from draftgraph.engine.data.template import Template
+    from draftgraph.engine.data.view import show_shard_rows
     from draftgraph.engine.models.target import load_config, load_tokenizer
 
+    if args.show_rows:
+        if len(args.inputs) > 1 or args.out or args.show:
+            raise UsageError("prepare: --show-rows takes one shard folder, and neither --out nor --show")
+        return show_shard_rows(args.inputs[0], args.show_rows, load_tokenizer(args.target), console)
     if not args.out and not args.show:
-        raise UsageError("prepare needs --out DIR to write shards, or --show N to look at rows only")
+        raise UsageError("prepare needs --out DIR to write shards, or --show N or --show-rows N,... to look at rows")
     config = load_config(args.target)
     console.print(f"reading the tokenizer of {args.target}", markup=False)
     supervision = Supervision(args.turns, args.thinking, args.tool_calls)
@@ -50,13 +55,19 @@ def prepare(args: argparse.Namespace, console: Console) -> Summary:
 def plan(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.config import load_profile
     from draftgraph.engine.data.picture import draw_buckets
-    from draftgraph.engine.plan import make_plan, summary
-    from draftgraph.engine.show import show_plan
+    from draftgraph.engine.plan import make_plan
+    from draftgraph.engine.predict.costs import read_warmup
+    from draftgraph.engine.predict.show import show_plan
+    from draftgraph.engine.predict.summary import summary
 
     if args.picture and Path(args.picture).suffix not in (".svg", ".png"):
         raise UsageError(f"plan: --picture takes a file that ends in .svg or .png, found {args.picture}")
+    if args.timeline and Path(args.timeline).suffix != ".svg":
+        raise UsageError(f"plan: --timeline takes a file that ends in .svg, found {args.timeline}")
     made = make_plan(load_profile(args.profile, args.assignments))
-    values = summary(made)
+    found = Path(args.warmup) if args.warmup else run_folder(args) / "warmup.json"
+    evidence = read_warmup(found) if args.warmup or found.is_file() else None
+    values = summary(made, evidence, args.gpu, Path(args.timeline) if args.timeline else None)
     if args.picture:
         title = f"{len(made.lengths):,} rows, {values['padding_efficiency']:.3f} of the padded tokens are real"
         if not draw_buckets(made.lengths.tolist(), made.buckets, title, Path(args.picture)):
@@ -95,8 +106,15 @@ def trace(args: argparse.Namespace, console: Console) -> Summary:
     return trace_steps(Request(args.profile, args.assignments, run_folder(args), args.steps, args.node), console)
 
 
+def report(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.report.page import write_report
+
+    against = Path(args.against) if args.against else None
+    return {"report": str(write_report(Path(args.source), against))}
+
+
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
-    from draftgraph.engine.saved import EvalOptions, evaluate_saved, load_saved
+    from draftgraph.engine.saved import EvalOptions, evaluate_saved, keep_evaluation, load_saved
     from draftgraph.engine.show import show_evaluation
 
     if args.temperature < 0:
@@ -115,22 +133,27 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
         args.untrained,
     )
     summary = evaluate_saved(saved, args.target, options, console)
+    keep_evaluation(Path(args.source), saved, summary)
     show_evaluation(console, summary)
     return summary
 
 
 def export(args: argparse.Namespace, console: Console) -> Summary:
-    from draftgraph.engine.models.export import export_zlab
+    from draftgraph.engine.models.export import export_drafter
     from draftgraph.engine.models.target import load_config
-    from draftgraph.engine.saved import load_saved
+    from draftgraph.engine.run.loggers import log_export
+    from draftgraph.engine.saved import card_facts, load_saved
 
-    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False), best=args.best)
+    source = Path(args.source)
+    saved = load_saved(source, lambda line: console.print(line, markup=False), best=args.best)
     target = args.target or saved.target
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")
-    return export_zlab(
-        Path(args.out), saved.drafter, load_config(target), card={"base_model": target, "step": saved.step}
-    )
+    facts = card_facts(source, saved, target)
+    summary = export_drafter(Path(args.out), saved.drafter, load_config(target), form=args.format, card=facts)
+    if told := log_export(source, Path(args.out)):
+        console.print(told, markup=False)
+    return summary
 
 
 def regenerate(args: argparse.Namespace, console: Console) -> Summary:
@@ -177,4 +200,4 @@ def demo(args: argparse.Namespace, console: Console) -> Summary:
 def bench(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.bench.command import bench as run_bench
 
-    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, console)
+    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, args.assignments, console)

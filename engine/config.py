@@ -34,6 +34,9 @@ class TargetSection:
     model: str = "smollm2"  # smollm2, random:SHAPE, a folder, a hub name
     dtype: str = choice("float32", "bfloat16")  # of the target and of the drafter's arithmetic; masters are float32
     forward: str = choice("auto", "fused", "module")  # auto: fused kernels where the family has them, else its module
+    precision: str = choice(
+        "own", "fp8"
+    )  # fp8: products of fused forwards; weights quantised at load, rows as they come
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,14 @@ class DrafterSection:
     anchor_rule: str = choice(*RULES)
     reuse: int = 1  # micro-steps fed by one extraction, each with fresh anchors
     loss: str = choice("decay", "dpace")
+    labels: str = choice("data", "target", "argmax")  # the data's tokens; the target's distribution, or its best token
+    loss_norm: str = choice("auto", "weights", "slots", "rows")  # auto: weights for decay, rows for dpace
     gamma: float = -1.0  # -1: by block size
     alpha: float = 0.5
     chunk_slots: int = 2048  # rows of logits held at once
+    recompute: bool = False  # a layer's activations are computed again for its backward, not kept
     init_std: float = 0.02
+    init: str = ""  # folder of a drafter in z-lab's form whose weights to start from; empty: random ones
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,8 @@ class OptimSection:
     weight_decay: float = 0.0
     clip: float = 1.0
     accumulate: int = 1  # micro-steps in a step, over all drafters
-    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) that end the run; 0: never
+    max_skipped: int = 50  # updates skipped in a row (not finite, or nothing counted) until the next key acts; 0: never
+    on_not_finite: str = choice("stop", "keep", "roll-back")  # roll-back: to a good checkpoint, at half the rate
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,9 @@ class CheckpointSection:
 @dataclass(frozen=True)
 class LogSection:
     every: int = 10  # steps
+    wandb: str = choice("auto", "off", "offline", "online")  # auto: online where a key is found, else offline
+    tensorboard: bool = False
+    sample_seconds: float = 1.0  # between samples of the devices; 0: none
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,7 @@ NOT_NEGATIVE = {
     "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
     "checkpoint": ["every"],
     "eval": ["every"],
+    "log": ["sample_seconds"],
 }
 
 
@@ -265,9 +277,19 @@ def check(profile: Profile) -> None:
     betas = profile.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")
+    if profile.optim.on_not_finite == "roll-back" and profile.checkpoint.keep < 3:
+        raise UsageError(
+            f'profile: optim.on_not_finite = "roll-back" needs checkpoint.keep = 3 or more, found '
+            f"{profile.checkpoint.keep}: the newest may be what it rolls back from"
+        )
     drafter, placement = profile.drafter, profile.placement
     if profile.optim.warmup > 1 or drafter.alpha > 1:
         raise UsageError("profile: optim.warmup (a share of the steps) and drafter.alpha are from 0 to 1")
+    if (drafter.loss, drafter.labels) == ("dpace", "target"):
+        raise UsageError(
+            'profile: drafter.loss = "dpace" weighs by the probability of one token; write drafter.labels = "argmax", '
+            'or drafter.loss = "decay" for the whole distribution'
+        )
     if drafter.sliding_layers and drafter.sliding_window < 1:
         raise UsageError(f"profile: drafter.sliding_window must be above 0, found {drafter.sliding_window}")
     if profile.buckets.context_multiple > profile.buckets.max_context:

@@ -11,14 +11,15 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from draftgraph.engine import plan as planning
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.data.prepare import prepare
 from draftgraph.engine.data.template import Template
-from draftgraph.engine.models.export import export_zlab
+from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenizer
-from draftgraph.engine.saved import EvalOptions, evaluate_saved, load_saved
-from draftgraph.engine.show import show_plan
+from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict import summary as planning
+from draftgraph.engine.predict.show import show_plan
+from draftgraph.engine.saved import EvalOptions, card_facts, evaluate_saved, keep_evaluation, load_saved
 from draftgraph.engine.train import train
 from draftgraph.profiles.load import DATA
 
@@ -61,7 +62,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
         progress=True,
     )
     chapter(2, f"plan profile {name}")
-    show_plan(console, planning.summary(planning.make_plan(profile)))
+    show_plan(console, planning.summary(make_plan(profile)))
     chapter(
         3, "train: warm up and " + ("capture CUDA graphs" if on_gpu else "run eagerly (no GPU)") + ", then the steps"
     )
@@ -71,10 +72,8 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
     options = EvalOptions(num_prompts=NUM_PROMPTS, new_tokens=NEW_TOKENS, untrained=True)
     measured = evaluate_saved(saved, "", options, console)
     chapter(5, "export: for z-lab's code, SGLang and vLLM")
-    card = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "steps": trained["steps"]}
-    export_zlab(
-        folder / "drafter", saved.drafter, load_config(EMBEDDED), card={**card, "acceptance": measured["acceptance"]}
-    )
+    keep_evaluation(folder, saved, measured)
+    export_drafter(folder / "drafter", saved.drafter, load_config(EMBEDDED), card=card_facts(folder, saved, EMBEDDED))
     summary = {
         "profile": name,
         "run": str(folder),
@@ -124,6 +123,7 @@ def story(s: dict[str, Any]) -> Panel:
         f"\nAnswers {same} plain greedy decoding.\n"
         f"{s['steps']} steps, {mode}, {s['seconds'] / 60:.1f} minutes in all.\n"
         f"Run folder: {escape(s['run'])}\n"
+        f"Curves, memory, evidence: {escape(s['run'])}/report.html\n"
         f"Drafter for SGLang and vLLM: {escape(s['export'])}\n"
         f"Next: draftgraph eval {escape(s['run'])} --num-prompts 32\n"
         "Your own data: draftgraph prepare --help"

@@ -29,15 +29,31 @@ class DeviceBefore:
 
     free_bytes: int | None
     ceiling_tflops: float | None  # of a large matrix product in the run's dtype
+    fp8_ceiling_tflops: float | None = None  # and in FP8, where the target runs in that
+
+    def fastest_ms(self, flops: int, fp8_flops: int) -> float | None:
+        """What products would take at the ceilings: all of their FLOPs, and those of them in FP8."""
+        if not self.ceiling_tflops or (fp8_flops and not self.fp8_ceiling_tflops):
+            return None
+        in_fp8 = fp8_flops / self.fp8_ceiling_tflops if self.fp8_ceiling_tflops else 0.0
+        return ((flops - fp8_flops) / self.ceiling_tflops + in_fp8) / 1e9
 
 
-def devices_before(devices: Sequence[torch.device], dtype: torch.dtype) -> dict[str, DeviceBefore]:
-    """Measure the devices of a run before anything is loaded; what that takes is given back."""
+def devices_before(
+    devices: Sequence[torch.device], dtype: torch.dtype, fp8: Sequence[torch.device] = ()
+) -> dict[str, DeviceBefore]:
+    """Measure the devices of a run before anything is loaded; what that takes is given back.
+
+    Args:
+        fp8: those of a target in FP8. One that cannot is refused when its target is loaded.
+    """
     found = {}
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            found[str(device)] = DeviceBefore(free, matmul_ceiling(device, dtype))
+            able = device in fp8 and torch.cuda.get_device_capability(device) >= (8, 9)
+            fp8_ceiling = matmul_ceiling(device, torch.float8_e4m3fn) if able else None
+            found[str(device)] = DeviceBefore(free, matmul_ceiling(device, dtype), fp8_ceiling)
             torch.cuda.empty_cache()
         else:
             found[str(device)] = DeviceBefore(None, None)
@@ -45,12 +61,11 @@ def devices_before(devices: Sequence[torch.device], dtype: torch.dtype) -> dict[
 
 
 def graph_rows(lanes: Sequence[Lane], before: dict[str, DeviceBefore]) -> list[dict[str, Any]]:
-    """One row per step, with the share of the matmul ceiling that its matrix products reach."""
+    """One row per step, with the share of the ceiling of their type that its matrix products reach."""
     rows = []
     for row in (dataclasses.asdict(row) for lane in lanes for row in lane.evidence):
-        ceiling, milliseconds, flops = before[row["device"]].ceiling_tflops, row["replay_ms"], row["gemm_flops"]
-        measured = ceiling and milliseconds and flops
-        rows.append({**row, "gemm_ceiling_share": flops / milliseconds / 1e9 / ceiling if measured else None})
+        fastest = before[row["device"]].fastest_ms(row["gemm_flops"] or 0, row["gemm_fp8_flops"] or 0)
+        rows.append({**row, "gemm_ceiling_share": fastest / row["replay_ms"] if fastest and row["replay_ms"] else None})
     return rows
 
 
@@ -90,6 +105,7 @@ def device_row(
         "device": str(device),
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "ceiling_tflops": before.ceiling_tflops,
+        "fp8_ceiling_tflops": before.fp8_ceiling_tflops,
         "graphs": len(here) if captured else 0,
         "total_bytes": total,
         "free_before_bytes": before.free_bytes,

@@ -1,6 +1,6 @@
-"""From a profile to everything that is decided before a device is touched: shapes, buckets, layouts, predicted bytes.
+"""From a profile to everything that is decided before a device is touched: shapes, rows, buckets, layouts.
 
-Promises: needs no GPU and no weights; every figure is counted from shapes. What would have to be measured is null.
+Promises: needs no GPU and no weights. What it will take and cost is predicted in `predict/`.
 """
 
 import dataclasses
@@ -14,16 +14,18 @@ import numpy as np
 
 from draftgraph.engine.config import Profile
 from draftgraph.engine.data.anchors import AnchorDraw
-from draftgraph.engine.data.buckets import Bucket, assign, choose_buckets, efficiency
+from draftgraph.engine.data.buckets import Bucket, assign, choose_buckets
 from draftgraph.engine.data.collate import SlotLayout
 from draftgraph.engine.data.schedule import ORDER, Schedule
 from draftgraph.engine.data.shards import RandomRows, Selected, ShardReader
 from draftgraph.engine.data.template import Template
 from draftgraph.engine.errors import DataError, UsageError
 from draftgraph.engine.models.drafter import DrafterShape, default_target_layer_ids
-from draftgraph.engine.models.layers import num_experts, unsupported
+from draftgraph.engine.models.layers import unsupported
 from draftgraph.engine.models.loss import LossRule
 from draftgraph.engine.models.target import EMBEDDED, RANDOM_PREFIX, decoder_on_meta, load_config, load_tokenizer
+from draftgraph.engine.models.weights import weight_bytes
+from draftgraph.engine.predict.flops import FlopModel, flop_model
 from draftgraph.profiles.load import PEERS
 
 # SmolLM2 has no mask token and no spare embedding row: <empty_output>. Qwen3.5/3.6: the id its released drafters use.
@@ -45,7 +47,9 @@ class Plan:
     anchors: np.ndarray  # [rows that train] int64, min(drafter.anchors, valid)
     buckets: list[Bucket]
     assignment: np.ndarray  # [rows that train] int64, index into buckets
-    flops: "FlopModel"
+    flops: FlopModel
+    host: int = 0
+    hosts: int = 1
 
     @cached_property
     def layouts(self) -> dict[Bucket, SlotLayout]:
@@ -58,8 +62,30 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Drafters take micro-batches in turn: those that they work on side by side cost the same."""
-        return Schedule(self.assignment, self.buckets, self.profile.run.seed, len(self.profile.placement.drafters))
+        """Drafters take micro-batches in turn: those that they work on side by side, on all hosts, cost the same."""
+        group = len(self.profile.placement.drafters) * self.hosts
+        return Schedule(self.assignment, self.buckets, self.profile.run.seed, group, self.host, self.hosts)
+
+    @cached_property
+    def target_bytes(self) -> int:
+        """Bytes of the target's weights on a device."""
+        section, size = self.profile.target, 2 if self.profile.target.dtype == "bfloat16" else 4
+        return weight_bytes(decoder_on_meta(self.target_config), self.last_layer, size, section.precision)
+
+    @property
+    def whole_target(self) -> bool:
+        """Whether more than the target's taps is needed: where the run decodes, or takes labels from the target."""
+        return self.profile.eval.every > 0 or self.rule.labels != "data"
+
+    @property
+    def last_layer(self) -> int:
+        """The last of the target's layers that is loaded."""
+        return self.target_config.num_hidden_layers - 1 if self.whole_target else max(self.shape.target_layer_ids)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-steps of this host in a step."""
+        return self.profile.optim.accumulate // self.hosts
 
     @property
     def padding_efficiency(self) -> float:
@@ -71,7 +97,7 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that resumes from it."""
         placement, optim = self.profile.placement, dataclasses.asdict(self.profile.optim)
-        del optim["max_skipped"]  # when to give up
+        del optim["max_skipped"], optim["on_not_finite"]  # when to give up, and how
         made_of = {
             "seed": self.profile.run.seed,
             "steps": self.profile.run.steps,
@@ -80,7 +106,11 @@ class Plan:
             "data": self.rows.digest,
             "reuse": self.profile.drafter.reuse,
             "chunk_slots": self.profile.drafter.chunk_slots,
-            "placement": {"targets": len(placement.targets), "drafters": len(placement.drafters)},
+            "placement": {
+                "targets": len(placement.targets),
+                "drafters": len(placement.drafters),
+                "hosts": self.hosts,
+            },
             "order": ORDER,
             "draw": dataclasses.asdict(self.draw),
             "buckets": [b.name for b in self.buckets],
@@ -92,32 +122,7 @@ class Plan:
 
     @property
     def taps_size(self) -> int:
-        return len(self.shape.target_layer_ids) * self.shape.hidden_size
-
-
-@dataclass(frozen=True)
-class FlopModel:
-    """Predicted GEMM FLOPs of a row; attention and elementwise work are left out.
-
-    Source: 2 per parameter and token forward, 6 forward and backward; the frozen lm_head 4 per parameter and slot.
-    """
-
-    target_parameters: int  # seen by a context token
-    context_parameters: int  # fc and k/v of every layer, seen by a context token
-    block_parameters: int  # seen by a draft token
-    head_parameters: int  # V*D
-    block_size: int
-    reuse: int
-
-    def target(self, context: Any) -> Any:
-        return 2.0 * self.target_parameters * context
-
-    def drafter(self, context: Any, anchors: Any) -> Any:
-        block = 6.0 * self.block_parameters * self.block_size + 4.0 * self.head_parameters * (self.block_size - 1)
-        return 6.0 * self.context_parameters * context + block * anchors
-
-    def row(self, context: Any, anchors: Any) -> Any:
-        return self.target(context) + self.reuse * self.drafter(context, anchors)
+        return (len(self.shape.target_layer_ids) + (self.rule.labels != "data")) * self.shape.hidden_size
 
 
 def make_plan(profile: Profile) -> Plan:
@@ -130,10 +135,10 @@ def make_plan(profile: Profile) -> Plan:
     """
     config = load_config(profile.target.model)
     shape = drafter_shape(profile, config)
-    gamma = profile.drafter.gamma
+    loss, gamma = profile.drafter, profile.drafter.gamma
     if gamma < 0:
         gamma = PUBLISHED_GAMMAS.get(shape.block_size, shape.block_size / 2)
-    rule = LossRule(profile.drafter.loss, gamma, profile.drafter.alpha)
+    rule = LossRule(loss.loss, gamma, loss.alpha, loss.labels, loss.loss_norm)
     rows = open_rows(profile, config.vocab_size)
     valid = rows.valid_anchors(profile.drafter.anchor_rule, shape.block_size)
     row_ids = np.flatnonzero(valid > 0)
@@ -151,7 +156,7 @@ def make_plan(profile: Profile) -> Plan:
             f"data: the longest row has {lengths.max()} tokens, buckets.max_context is {section.max_context}; raise "
             f"it, or prepare again with --max-context {section.max_context}"
         )
-    flops = flop_model(config, shape, profile.drafter.reuse)
+    flops = flop_model(config, shape, profile.drafter)
     buckets = choose_buckets(
         lengths,
         anchors,
@@ -268,82 +273,3 @@ def check_fingerprint(profile: Profile, reader: ShardReader) -> None:
             f"data.shards: {profile.data.shards} was prepared for {prepared_for or 'an unnamed target'} with another "
             f"tokenizer or chat template than {model} has; prepare it again with --target {model}"
         )
-
-
-def flop_model(config: Any, shape: DrafterShape, reuse: int) -> FlopModel:
-    d, c, h, g = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads
-    kv = shape.num_layers * 2 * d * g * c
-    block = kv + shape.num_layers * (2 * d * h * c + 3 * d * shape.intermediate_size)
-    return FlopModel(
-        target_parameters=matrix_parameters(config, max(shape.target_layer_ids)),
-        context_parameters=len(shape.target_layer_ids) * d * d + kv,
-        block_parameters=block,
-        head_parameters=shape.vocab_size * d,
-        block_size=shape.block_size,
-        reuse=reuse,
-    )
-
-
-def matrix_parameters(config: Any, last_layer: int) -> int:
-    """Parameters of the target's layers 0 to `last_layer` that a token's GEMMs read, from a module without memory."""
-    layers = decoder_on_meta(config).layers[: last_layer + 1]
-    dense = sum(p.numel() for p in layers.parameters() if p.dim() == 2)
-    experts = sum(p.numel() for name, p in layers.named_parameters() if p.dim() == 3 and ".experts." in name)
-    return dense + (experts * config.num_experts_per_tok // num_experts(config) if experts else 0)
-
-
-def device_bytes(plan: Plan) -> dict[str, dict[str, int]]:
-    """Predicted bytes per logical device and part. The pool is an estimate; capture measures it."""
-    profile, shape = plan.profile, plan.shape
-    size = 2 if profile.target.dtype == "bfloat16" else 4
-    largest_context = max(b.rows * b.context for b in plan.buckets)
-    batch = max(layout.num_bytes for layout in plan.layouts.values()) + largest_context * plan.taps_size * size
-    embedding = shape.vocab_size * shape.hidden_size * size
-    head = 0 if getattr(plan.target_config, "tie_word_embeddings", False) else embedding
-    target_weights = sum(p.numel() for p in decoder_on_meta(plan.target_config).parameters()) * size + head
-    parameters = shape.num_parameters
-    state = 8 if size == 4 else 12  # moments, and masters where the parameters are not float32
-    draft_tokens = max(b.rows * b.anchors * shape.block_size for b in plan.buckets)
-    # Kept for the backward: inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP.
-    heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
-    kept_per_token = shape.num_layers * (4 * shape.hidden_size + heads + 3 * shape.intermediate_size) * size
-    logits = profile.drafter.chunk_slots * shape.vocab_size * size
-    # Hidden, MLP and attention activations of one layer; a layer's are freed before the next.
-    target_pool = largest_context * (4 * shape.hidden_size + 4 * plan.target_config.intermediate_size) * size
-    parts: dict[str, dict[str, int]] = {}
-    for t, device in enumerate(profile.placement.targets):
-        parts[f"target {t} on {device}"] = {"weights": target_weights, "batch": batch, "pool": target_pool}
-    for d, device in enumerate(profile.placement.drafters):
-        shared = device in profile.placement.targets
-        parts[f"drafter {d} on {device}"] = {
-            "weights": parameters * size + (0 if shared else embedding + head),
-            "gradients": parameters * 4,
-            "states": parameters * state // len(profile.placement.drafters),
-            "batch": batch * (profile.placement.look_ahead + 1) if profile.placement.look_ahead else 0,
-            "pool": draft_tokens * kept_per_token + logits,
-        }
-    return parts
-
-
-def summary(plan: Plan) -> dict[str, Any]:
-    """The summary of `draftgraph plan`."""
-    placement = plan.profile.placement
-    shares = efficiency(plan.lengths, plan.anchors, plan.buckets, plan.flops.row)
-    contexts = np.array([b.context for b in plan.buckets])[plan.assignment]
-    held = np.array([b.anchors for b in plan.buckets])[plan.assignment]
-    target = plan.flops.target(contexts).sum() / len(placement.targets)
-    drafter = plan.flops.reuse * plan.flops.drafter(contexts, held).sum() / len(placement.drafters)
-    return {
-        "buckets": [{"rows": b.rows, "context": b.context, "anchors": b.anchors} for b in plan.buckets],
-        "rows_per_bucket": np.bincount(plan.assignment, minlength=len(plan.buckets)).tolist(),
-        "rows_without_anchor": plan.rows_without_anchor,
-        "padding_efficiency": shares["token_efficiency"],
-        "anchor_efficiency": shares["anchor_efficiency"],
-        "flop_efficiency": shares["flop_efficiency"],
-        "row_efficiency": plan.schedule.row_efficiency,
-        "target_flop_share": float(target / (target + drafter)),
-        "device_bytes": device_bytes(plan),
-        "tokens_per_s": None,  # a prediction needs measured rates; warm-up and training measure
-        "split": {"targets": len(placement.targets), "drafters": len(placement.drafters)},
-        "bound_by": "target" if target > drafter else "drafter",
-    }

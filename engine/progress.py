@@ -1,6 +1,7 @@
 """The progress of every long piece of work: what, how far, how long still; on stderr."""
 
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,8 +20,13 @@ def progress_bar(console: Console | None = None, disable: bool = False) -> Progr
     )
 
 
+def teller(console: Console) -> Callable[[str], None]:
+    """Prints lines as they are."""
+    return lambda line: console.print(line, markup=False)
+
+
 class PlainLines:
-    """Where a bar cannot be drawn (a log file, CI): a line now and then."""
+    """Where nothing can be redrawn in place (a log file, CI): a line now and then."""
 
     EVERY_SECONDS = 30.0
 
@@ -29,6 +35,6 @@ class PlainLines:
 
     def say(self, line: str) -> None:
         now = time.monotonic()
-        if not self.console.is_terminal and now - self.told >= self.EVERY_SECONDS:
+        if now - self.told >= self.EVERY_SECONDS:
             self.told = now
             self.console.print(line, markup=False)

@@ -1,5 +1,6 @@
 """Drafters as `eval` and `export` find them, in a run folder or exported, and the evaluation of one."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,15 @@ from rich.console import Console
 
 from draftgraph.engine.config import Profile, load_profile
 from draftgraph.engine.data.prompts import HUMAN_EVAL, load_prompts
+from draftgraph.engine.data.shards import ShardReader
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.evaluate import Evaluation
 from draftgraph.engine.models.drafter import Drafter
-from draftgraph.engine.models.export import load_zlab
-from draftgraph.engine.models.target import load_config, load_model, load_tokenizer
+from draftgraph.engine.models.released import initialise, load_zlab
+from draftgraph.engine.models.target import load_config, load_model, load_tokenizer, public_name
 from draftgraph.engine.plan import drafter_shape
 from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.metrics import real_acceptances
 
 
@@ -81,11 +84,43 @@ def best_step(run: Path) -> int:
     return max(measured, key=lambda step: measured[step])
 
 
+def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]:
+    """What the model card of an export tells of a drafter's run; of an exported drafter, no more than its target."""
+    facts: dict[str, Any] = {"base_model": public_name(target)}
+    if saved.profile is None:
+        return facts
+    data, drafter = saved.profile.data, saved.profile.drafter
+    facts["steps"] = saved.step
+    facts["loss"] = drafter.loss
+    if drafter.init:
+        facts["continues"] = Path(drafter.init).name
+    if data.shards and (Path(data.shards) / "shards.json").is_file():
+        rows = ShardReader(data.shards)
+        facts["data"] = f"{len(rows):,} rows, {rows.lengths.sum():,} tokens, checksum {rows.facts['checksum']:08x}"
+    for path in sorted(source.glob("eval-*.json")):
+        found = json.loads(path.read_text())
+        if found["step"] == saved.step:
+            how = f", sampled at {found['temperature']}" if found["temperature"] else ""
+            for prompts in found["sets"]:
+                name = f"acceptance length, {prompts['prompts']} prompts of {Path(prompts['name']).name}{how}"
+                facts[name] = f"{prompts['acceptance']:.3f}"
+    if (source / "receipt.json").is_file():
+        facts["SHA-256 of the run's receipt.json"] = checkpoint.digest(source / "receipt.json")
+    return facts
+
+
+def keep_evaluation(source: Path, saved: SavedDrafter, summary: dict[str, Any]) -> None:
+    """Write the evaluation of a run's drafter into its folder, where the model card finds it."""
+    if saved.profile is not None:
+        name = "-".join(["eval", *(Path(prompts["name"]).stem for prompts in summary["sets"])])
+        write_text(source / f"{name}.json", json.dumps(summary, indent=1) + "\n")
+
+
 def untrained(saved: SavedDrafter) -> Drafter:
     """The drafter as it was before step 1 of its run."""
     assert saved.profile is not None
     drafter = Drafter(saved.drafter.shape, 1)
-    drafter.initialise(saved.profile.run.seed, saved.profile.drafter.init_std)
+    initialise(drafter, saved.profile.drafter.init, saved.profile.run.seed, saved.profile.drafter.init_std)
     return drafter
 
 

@@ -55,22 +55,6 @@ def columns_table(title: str, rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def show_plan(console: Console, values: dict[str, Any]) -> None:
-    buckets = [
-        {"rows": str(b["rows"]), "context": str(b["context"]), "anchors": str(b["anchors"]), "data rows": str(count)}
-        for b, count in zip(values["buckets"], values["rows_per_bucket"], strict=True)
-    ]
-    console.print(columns_table("Buckets", buckets))
-    parts = ("weights", "gradients", "states", "batch", "pool")
-    memory = [
-        {"device": device}
-        | {part: bytes_text(sizes.get(part)) for part in parts}
-        | {"total": bytes_text(sum(sizes.values()))}
-        for device, sizes in values["device_bytes"].items()
-    ]
-    console.print(columns_table("Predicted memory (the pool is an estimate; capture measures it)", memory))
-
-
 def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
     captured = evidence["mode"] == "graph"
     graphs = evidence["graphs"]
@@ -82,6 +66,9 @@ def show_warmup(console: Console, evidence: dict[str, Any]) -> None:
     for op, called in evidence["ops"].items():
         fell_back = captured and called.startswith("transformers.")
         console.print(Text(f"{op}: {called}", style="bold red" if fell_back else ""))
+    if evidence["tap_errors"]:
+        errors = ", ".join(f"{error:.1%} at layer {layer}" for layer, error in evidence["tap_errors"].items())
+        console.print(f"The target's products are in FP8: its taps differ from target.dtype's by {errors} (per token).")
     for row in evidence["devices"]:
         console.print(Text(row["sentence"]))
     seconds = ", ".join(

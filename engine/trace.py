@@ -153,7 +153,7 @@ class Annotations:
 def built_in_profiler(file: Path, on_gpu: bool) -> Iterator[None]:
     """Record with torch's profiler, and export when the block ends."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler, mirrored(Annotations()):
+    with profile(activities=activities, acc_events=True) as profiler, mirrored(Annotations()):
         yield
     profiler.export_chrome_trace(str(file))
 

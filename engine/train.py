@@ -1,12 +1,10 @@
 """`draftgraph warmup` and `draftgraph train`: the run, top to bottom."""
 
 import dataclasses
-import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,82 +17,31 @@ from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
 from draftgraph.capture.watch import SteadyWatch
 from draftgraph.engine.advice import advice
 from draftgraph.engine.build import DTYPES, Engine, build, resolve_device
-from draftgraph.engine.config import Profile, load_profile, to_toml
-from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError, UsageError
+from draftgraph.engine.config import Profile
+from draftgraph.engine.errors import CaptureError, DataError, Interrupted, RunError
 from draftgraph.engine.evidence import devices_before
+from draftgraph.engine.observers import Observers
 from draftgraph.engine.plan import Plan, make_plan
-from draftgraph.engine.progress import PlainLines, progress_bar
+from draftgraph.engine.predict.pace import Pace
+from draftgraph.engine.progress import progress_bar, teller
+from draftgraph.engine.roll_back import with_roll_backs
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.disk import write_text
+from draftgraph.engine.run.equality import EqualityCheck
 from draftgraph.engine.run.health import Health
-from draftgraph.engine.run.metrics import LateFigures, Tally
-from draftgraph.engine.run.scheduler import Rig, Scheduler, Source
+from draftgraph.engine.run.host import HostMemory, training_and
+from draftgraph.engine.run.hosts import Hosts, LostHost, joined
+from draftgraph.engine.run.idle import p99_ms
+from draftgraph.engine.run.metrics import LateFigures, Tally, mean
+from draftgraph.engine.run.reduce import Across
+from draftgraph.engine.run.rig import Rig, Source
+from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.run.streams import phase
-from draftgraph.engine.run.writer import CheckpointWriter
+from draftgraph.engine.run.writer import CheckpointWriter, NoWriter
+from draftgraph.engine.run_folder import locked, open_run
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.measure import receipt, write_receipt
 from draftgraph.profiles.ranges import nvtx_range
-
-
-def open_run(folder: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
-    """Check that a run may start or go on in a locked folder; its profile is written only then.
-
-    Returns:
-        The checkpoint to go on from.
-    Raises:
-        RunError: it holds a run and --resume was not given, or the other way round, or the run is another one.
-    """
-    checkpoints = folder / "checkpoints"
-    started = bool(checkpoint.found(checkpoints))
-    profile_file = folder / "profile.toml"
-    if profile_file.exists() and not is_resolved(profile_file):
-        raise RunError(f"{profile_file} is not a run's and would be overwritten; name another --run folder")
-    if started and not resume:
-        raise RunError(f"{folder} already holds a run; add --resume to go on with it, or name another --run folder")
-    newest = None
-    if resume:
-
-        def say(line: str) -> None:
-            console.print(line, markup=False)
-
-        newest = checkpoint.newest(checkpoints, say)
-        checkpoint.check_identity(newest, plan.identity, say)
-        if checkpoint.step_of(newest) >= plan.profile.run.steps:
-            raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
-    try:
-        write_text(profile_file, to_toml(plan.profile))
-    except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
-    return newest
-
-
-def is_resolved(path: Path) -> bool:
-    """Whether a profile is as a run writes it, every default written out."""
-    try:
-        return to_toml(load_profile(str(path))) == path.read_text()
-    except (UsageError, OSError, UnicodeDecodeError):
-        return False
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a run folder for this process, so that a second run cannot mix its checkpoints in.
-
-    Raises:
-        RunError: another process holds it, or it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror}; name another --run") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise RunError(f"another process is training in {folder}; wait for it, or name another --run") from error
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -107,32 +54,40 @@ def readable_errors(plan: Plan) -> Iterator[None]:
     except CaptureFailure as failure:
         raise CaptureError(str(failure)) from failure
     except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator raises a plain RuntimeError.
-        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-        if not exhausted:
-            raise
-        raise CaptureError(
-            f"a device ran out of memory: {(str(error).splitlines() or ['MemoryError'])[0]} Lower "
-            "buckets.context_tokens, buckets.draft_tokens or drafter.chunk_slots, or place fewer roles on the device"
-        ) from error
+        first = (str(error).splitlines() or ["MemoryError"])[0]
+        # The CPU's allocator raises a plain RuntimeError, and so does the driver.
+        refused = "can't allocate memory" in first or "CUDA error: out of memory" in first
+        if refused or isinstance(error, torch.OutOfMemoryError | MemoryError):
+            raise CaptureError(
+                f"a device ran out of memory: {first} Lower buckets.context_tokens, buckets.draft_tokens or "
+                "drafter.chunk_slots, or place fewer roles on the device"
+            ) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise RunError(
+                f"a device failed: {first}. What is in checkpoints/ is untouched; go on where the devices work, with "
+                "--resume if it holds one"
+            ) from error
+        raise
 
 
 @contextmanager
 def warm_engine(
-    plan: Plan, folder: Path, console: Console, resume: bool = False
+    plan: Plan, folder: Path, console: Console, resume: bool = False, across: Across | None = None
 ) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """An engine, warmed up and verified, and its evidence, which is written to warmup.json.
 
     Args:
         resume: take what kernels tuned themselves to from the folder's tuning.json, where there is one.
     """
-    placement, tuned = plan.profile.placement, folder / "tuning.json"
+    placement, choices = plan.profile.placement, folder / "tuning.json"
     with readable_errors(plan):
+        tuned = tuning.restore(choices) if resume and choices.is_file() else None
         names = placement.targets + placement.drafters
-        before = devices_before([resolve_device(name) for name in names], DTYPES[plan.profile.target.dtype])
-        engine = build(plan, lambda line: console.print(line, markup=False))
+        fp8 = [resolve_device(n) for n in placement.targets] if plan.profile.target.precision == "fp8" else []
+        before = devices_before([resolve_device(n) for n in names], DTYPES[plan.profile.target.dtype], fp8)
         with progress_bar(console) as progress:
-            evidence = warm_up(engine, progress, before, tuned if resume and tuned.is_file() else None)
+            engine = build(plan, teller(console), progress, across)
+            evidence = warm_up(engine, progress, before, tuned)
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         yield engine, evidence
         # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.
@@ -148,36 +103,61 @@ def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
 
 def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dict[str, Any]:
     """Warm up, then the run; returns the summary of `draftgraph train`."""
-    plan = make_plan(profile)
-    with locked(folder), signals.usr1_ignored():
-        start = open_run(folder, plan, resume, console)
-        plan.rows.verify()
-        with warm_engine(plan, folder, console, resume) as (engine, evidence):
-            tuning.save(folder / "tuning.json")
-            return run(engine, evidence, folder, start, console)
+    with joined(profile) as hosts:
+        plan = dataclasses.replace(make_plan(profile), host=hosts.rank, hosts=hosts.count)
+        own, placement = hosts.folder(folder), profile.placement
+        with locked(own), signals.usr1_ignored():
+            start = open_run(folder, own, plan, resume, console)
+            found = checkpoint.step_of(start) if start else -1
+            hosts.agree([found], "the checkpoint to go on from: they must share the file system of the run folder")
+            plan.rows.verify()
+            across = hosts if hosts.count > 1 else None
+            devices = [resolve_device(name) for name in placement.targets + placement.drafters]
+            watching = Observers(plan, devices, own, console, max(found, 0))
+            with watching as observers, warm_engine(plan, own, console, resume, across) as (engine, evidence):
+                tuning.save(own / "tuning.json")
+                with signals.listen() as requests:
+
+                    def go_on(start: Path | None, rate_share: float | None) -> dict[str, Any]:
+                        return run(engine, evidence, folder, start, rate_share, requests, console, hosts, observers)
+
+                    return with_roll_backs(go_on, start, folder / "checkpoints", engine.rig, teller(console))
 
 
-def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | None, console: Console) -> dict[str, Any]:
+def run(
+    engine: Engine,
+    evidence: dict[str, Any],
+    folder: Path,
+    start: Path | None,
+    rate_share: float | None,
+    requests: signals.Requests,
+    console: Console,
+    hosts: Hosts,
+    observers: Observers,
+) -> dict[str, Any]:
     """The steps of a warmed-up engine, whose weights are those of before step 1.
 
     Args:
         start: the checkpoint to go on from.
+        rate_share: of the profile's rate, after a roll-back.
     Raises:
+        Diverged: the run is to be rolled back.
+        LostHost: another host is gone; where it can, this one has written a checkpoint.
         RunError: a checkpoint cannot be read or written; the steady state broke and capture.watch is strict.
         Interrupted: a signal stopped the run; a checkpoint was written.
     """
     profile, plan = engine.plan.profile, engine.plan
     first_step = skipped = 0
     if start is not None:
-        scalars = checkpoint.restore(start, engine.rig.drafters)
+        scalars = checkpoint.restore(start, engine.rig.drafters, rate_share)
         first_step, skipped = scalars["step"], scalars["skipped"]
         console.print(f"going on after step {first_step}")
-    first_micro_step = first_step * profile.optim.accumulate
-    log = folder / "metrics.jsonl"
+    first_micro_step = first_step * plan.accumulate
+    log = hosts.folder(folder) / "metrics.jsonl"
     tally = Tally(plan.shape.block_size, log, first_step)
     # An eager run allocates at every step, as the profile says.
     watch = SteadyWatch(engine.devices if profile.capture.mode == "graph" else [])
-    writer = CheckpointWriter(
+    writer = (CheckpointWriter if hosts.rank == 0 else NoWriter)(
         folder / "checkpoints",
         log,
         engine.rig.drafters,
@@ -185,73 +165,91 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         profile.checkpoint.keep,
         first_step if start else -1,
     )
-    health = Health(
-        profile.optim.max_skipped,
-        skipped,
-        engine.rows_of,
-        lambda: writer.last_written,
-        lambda line: console.print(line, markup=False),
-    )
+    say, optim = teller(console), profile.optim
+    health = Health(optim.max_skipped, optim.on_not_finite, skipped, engine.rows_of, lambda: writer.last_written, say)
+    pauses: list[float] = []  # ms
     loading = engine.loader(first_micro_step // profile.drafter.reuse)
-    with loading as (loader, rig), signals.listen() as requests, writer:
+    with closing(tally), loading as (loader, rig), writer:
         loader.give_up = lambda: requests.stop
         scheduler, late = schedule(plan, rig, loader, first_micro_step)
-        step, started = first_step, time.perf_counter()
+        equality = EqualityCheck(engine.rig.drafters)
+        pace, step, started, started_cpu = Pace(), first_step, time.perf_counter(), time.thread_time()
         watch.open(step)
+        hosts.exchange(requests)
 
         def mark() -> None:
             for line in watch.mark(step):
                 console.print(Text(line, style="bold red"))
 
-        def save() -> None:
+        def look(wait: bool = False) -> None:
+            rows = tally.add(late.finished(wait))
+            health.look(rows)
+            observers.look(rows)
+
+        def is_good(step: int) -> bool:
+            look()
+            return health.worth_keeping(step)
+
+        writer.is_good = is_good
+        host = HostMemory(training_and(loader.pid), say)
+
+        def save(goes_on: bool) -> None:
             since = time.perf_counter()
-            scheduler.drain()
-            health.look(tally.add(late.finished(wait=True)))
+            if not goes_on:
+                scheduler.drain()
+                look(wait=True)
             plan.rows.check_unchanged()
             writer.best_step = tally.best_step if profile.checkpoint.keep_best else 0
-            scheduler.copied = writer.save(step, scheduler.micro_step, since)
+            scheduler.copied = writer.save(step, step * profile.optim.accumulate, last=not goes_on)
+            if goes_on:
+                pauses.append(1e3 * (time.perf_counter() - since))
 
-        lines = PlainLines(console)
-        with progress_bar(console) as progress:
-            task = progress.add_task("train", total=profile.run.steps, completed=first_step)
+        with observers.steady():
             try:
-                while step < profile.run.steps and not requests.stop:
+                ended = hosts.heard.stop
+                while not ended:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
-                        while step < segment_end and not requests and not broken(watch, profile):
+                        while step < segment_end and not hosts.heard and not broken(watch, profile):
+                            tokens = scheduler.real_tokens
                             issue(scheduler, late, step + 1)
                             step += 1
+                            tally.issued[step] = scheduler.real_tokens - tokens
+                            equality.after(step)
+                            hosts.exchange(requests)
                             if engine.held_out and engine.held_out.due(step):
                                 best = tally.measured(step, engine.held_out.measure(step))
                                 if best and profile.checkpoint.keep_best:
-                                    requests.checkpoint = True
-                            health.look(tally.add(late.finished()))
+                                    hosts.heard.checkpoint = True
+                            look()
+                            pace.look(tally.last)
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()
-                                rate = scheduler.real_tokens / (time.perf_counter() - started)
-                                headline = tally.headline(rate)
-                                progress.update(task, completed=step, description=headline)
-                                lines.say(f"step {step} of {profile.run.steps}: {', '.join(headline.splitlines())}")
+                                host.look(step)
+                                observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
                         mark()
-                    requests.checkpoint = False
-                    save()
-                    progress.update(task, completed=step)
+                    hosts.heard.checkpoint = False
+                    ended = hosts.heard.stop or step == profile.run.steps or broken(watch, profile)
+                    equality.after(step, now=True)
+                    hosts.agree(equality.values(), f"their parameters after step {step}")
+                    save(goes_on=not ended)
+                    observers.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
                     if broken(watch, profile) and step < profile.run.steps:
                         raise RunError(
-                            f"{watch.findings[0]}. The profile says capture.watch = 'strict': stopped after step "
-                            f"{step}, checkpoint written. Mend the cause, or go on with --resume --set "
+                            f"{'; '.join(watch.findings)}. The profile says capture.watch = 'strict': stopped after "
+                            f"step {step}, checkpoint written. Mend the cause, or go on with --resume --set "
                             "capture.watch=report"
                         )
-            except DataError:
-                # A row that cannot be read ends the run, not what was trained: the step it was for is left out.
-                save()
-                if not requests.stop:
+            except (DataError, LostHost):
+                # A row that cannot be read, or a host that is gone, ends the run, not what was trained: the step that
+                # it was for is left out.
+                save(goes_on=False)
+                if not requests.stop or hosts.count > 1:
                     raise
             finally:
-                tally.close()
                 watch.close()
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, time.thread_time() - started_cpu
     memory, num_steps = watch.memory.report(step - first_step), max(1, step - first_step)
     summary = {
         "steps": step,
@@ -259,7 +257,7 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         **tally.first_and_last(),
         **tally.real_figures(),
         "evaluation_seconds": engine.held_out.seconds if engine.held_out else None,
-        "real_tokens_per_s": scheduler.real_tokens / seconds,
+        "real_tokens_per_s": sum(n for (n,) in hosts.gathered([scheduler.real_tokens])) / seconds,
         "padding_efficiency": plan.padding_efficiency,
         "row_efficiency": plan.schedule.row_efficiency,
         "graphs": len(evidence["graphs"]) if evidence["mode"] == "graph" else 0,
@@ -272,14 +270,24 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
         "late_compilations": watch.late_compilations,
         "late_captures": watch.late_captures,
         "steady_state": "; ".join(watch.findings) or "as warm-up left it",
-        "checkpoint_pause_ms_max": writer.pause_ms_max,
+        "checkpoint_pause_ms_max": max(pauses, default=None),
+        "checkpoint_pause_ms_mean": mean(pauses),
+        "checkpoint_held_ms_max": max(writer.held_ms() or [], default=None),
+        "host_memory_growth_bytes": host.growth_bytes,
         "look_ahead_waits": scheduler.look_ahead_waits,
         "skipped_updates": tally.skipped,
+        "rate_share": float(engine.rig.drafters[0].optimizer.rate_share),
+        **pace.figures(plan, evidence),
+        "lane_time": scheduler.meter.shares(),
+        "scheduler_busy": cpu_seconds / seconds if evidence["mode"] == "graph" else None,  # an eager one computes
+        "data_wait_ms_p99": p99_ms(scheduler.data_waits),
+        **observers.judged(),
         "seconds": seconds,
-        "receipt": str(folder / "receipt.json"),
+        "receipt": str(hosts.folder(folder) / "receipt.json"),
     }
     ours = {**summary, "warmup_seconds": evidence["seconds"], "verified": evidence["verified"]}
-    write_receipt(folder / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
+    write_receipt(hosts.folder(folder) / "receipt.json", receipt("train", dataclasses.asdict(profile), ours=ours))
+    observers.finish()
     if tally.skipped:
         console.print(
             f"[bold red]{tally.skipped} updates were skipped[/]: a gradient was not finite, or no token counted. "
@@ -292,12 +300,12 @@ def run(engine: Engine, evidence: dict[str, Any], folder: Path, start: Path | No
 
 def schedule(plan: Plan, rig: Rig, source: Source, first_micro_step: int) -> tuple[Scheduler, LateFigures]:
     """What issues the steps of a warmed-up rig, and what brings their figures back."""
-    reuse, accumulate = plan.profile.drafter.reuse, plan.profile.optim.accumulate
+    reuse = plan.profile.drafter.reuse
     lead = rig.drafters[0]
     # Deep enough for every step that the look-ahead lets be in flight: reading one never waits.
-    depth = rig.max_in_flight * reuse // accumulate + 2
+    depth = rig.max_in_flight * reuse // plan.accumulate + 2
     late = LateFigures(lead.published.numel(), lead.device, depth)
-    return Scheduler(rig, source, plan.lengths, reuse, accumulate, first_micro_step), late
+    return Scheduler(rig, source, plan.lengths, reuse, plan.accumulate, first_micro_step), late
 
 
 def issue(scheduler: Scheduler, late: LateFigures, step: int) -> None:

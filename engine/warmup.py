@@ -6,7 +6,6 @@ there is no run. It waits for the devices, and leaves weights behind that the ca
 """
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,13 +46,13 @@ class Phases:
 
 
 def warm_up(
-    engine: Engine, progress: Progress, before: dict[str, DeviceBefore], tuned: Path | None = None
+    engine: Engine, progress: Progress, before: dict[str, DeviceBefore], tuned: tuning.Choices | None = None
 ) -> dict[str, Any]:
     """Warm up, capture, verify; returns the content of warmup.json.
 
     Args:
         before: every device as it was before the models were loaded.
-        tuned: choices of an earlier warm-up, to be taken again: a resume's.
+        tuned: what kernels must have been tuned to: the choices of the run that is resumed.
     Raises:
         CaptureFailure: a graph cannot be captured, or does not replay to the eager run's bits; a kernel that should
             have taken an earlier choice tuned itself anew.
@@ -61,7 +60,6 @@ def warm_up(
     """
     section = engine.plan.profile.capture
     lanes, captured = engine.lanes, section.mode == "graph"
-    choices = tuning.restore(tuned) if tuned else None
     phases = Phases(progress, total=4 if captured else 3)
     worst, references = None, None
     try:
@@ -69,8 +67,8 @@ def warm_up(
             persistent = {d: torch.cuda.memory_allocated(d) if captured else None for d in engine.devices}
             for lane in lanes:
                 lane.warm_up(section.warmup_rounds)
-            if choices is not None:
-                tuning.refuse_new(choices)
+            if tuned is not None:
+                tuning.refuse_new(tuned)
             if captured:
                 phases.enter("verification", "eager references")
                 references = eager_references(lanes, section.verify_rounds)
@@ -84,8 +82,8 @@ def warm_up(
                 phases.enter("verification", "compare replays")
                 compare(lanes, references)
             phases.enter("warm up", "initialise")
-            if len(engine.rig.drafters) > 1:
-                # Sums and copies between drafters are in no graph: their kernels load here, not in the first step.
+            if len(engine.rig.drafters) > 1 or engine.plan.hosts > 1:
+                # Sums and copies between drafters are in no graph: kernels load and hosts connect here, not in step 1.
                 engine.rig.reduction.step()
             engine.initialise()
     finally:
@@ -101,6 +99,7 @@ def warm_up(
         "devices": [device_row(d, graphs, before[str(d)], persistent[d]) for d in engine.devices],
         "pool_bytes": sum(row["pool_bytes"] or 0 for row in graphs) if captured else None,
         "ops": engine.targets[0].ops,
+        "tap_errors": {str(layer): error for layer, error in engine.targets[0].tap_errors.items()} or None,
         "seconds": round(sum(phases.seconds.values()), 3),
         "seconds_by_phase": {name.replace(" ", "_"): round(value, 3) for name, value in phases.seconds.items()},
         "verified": True,

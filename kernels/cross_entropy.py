@@ -1,4 +1,5 @@
-"""Softmax cross-entropy over rows of logits: statistics, and the gradient in place of the logits, in one kernel or two.
+"""Softmax cross-entropy over rows of logits: statistics, and the gradient in place of the logits, in one kernel or two;
+and the divergence from another row's distribution, likewise.
 
 Promises: float32 arithmetic whatever the logits' dtype, the same bits on every run, no wait for the device, no memory
 besides the results. Does not: make logits, or decide weights. Weights that depend on the statistics of a whole block
@@ -138,6 +139,34 @@ def cross_entropy_gradient_kernel(
         tl.store(base + label, gradient.to(logits.dtype.element_ty))
 
 
+@triton.jit
+def divergence_gradient_kernel(
+    logits, others, weights, divergence, best, other_best, V, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GRADIENT_BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    base, other = logits + row * V, others + row * V
+    weight = tl.load(weights + row)
+    log_total, winner = row_statistics(base, V, BLOCK_N, STAGES)
+    other_total, other_winner = row_statistics(other, V, BLOCK_N, STAGES)
+    tl.store(best + row, winner)
+    tl.store(other_best + row, other_winner)
+    # The search for the column reads the row once more, in every warp; none may overwrite it before.
+    tl.debug_barrier()
+    total = tl.zeros((GRADIENT_BLOCK_N,), tl.float32)
+    for start in tl.range(0, V, GRADIENT_BLOCK_N):
+        columns = start + tl.arange(0, GRADIENT_BLOCK_N)
+        inside = columns < V
+        q = tl.load(base + columns, mask=inside, other=0.0).to(tl.float32) - log_total
+        p = tl.load(other + columns, mask=inside, other=0.0).to(tl.float32) - other_total
+        share = exp(p)
+        total += tl.where(inside, share * (p - q), 0.0)
+        # A weightless row is zero whatever its logits hold.
+        gradient = tl.where(weight == 0.0, 0.0, weight * (exp(q) - share))
+        tl.store(base + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+    tl.store(divergence + row, tl.sum(total, 0))
+
+
 def softmax_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy, log of the sum of exponentials, and argmax of every row.
 
@@ -204,3 +233,32 @@ def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> 
         num_warps=NUM_WARPS,
     )
     return cross_entropy, best
+
+
+def divergence_gradient_(logits: Tensor, others: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergence KL(softmax(others) || softmax(logits)) of every row, and its weighted gradient in place of the logits.
+
+    Args:
+        logits, others: [M, V] contiguous, of one dtype, float32 or bfloat16; `others` is left as it is.
+        weights: [M] float32; a row of weight 0 becomes exactly zero.
+    Returns:
+        divergence [M] float32; best [M] and other_best [M] int64, the first of equal logits of each.
+    Cost: reads both once from memory and once more from the L2 cache as far as it holds them, writes one.
+    """
+    M, V = logits.shape
+    divergence = logits.new_empty(M, dtype=torch.float32)
+    best, other_best = torch.empty(2, M, dtype=torch.int64, device=logits.device)
+    divergence_gradient_kernel[(M,)](
+        logits,
+        others,
+        weights,
+        divergence,
+        best,
+        other_best,
+        V,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES[logits.element_size()],
+        GRADIENT_BLOCK_N=GRADIENT_BLOCK_N,
+        num_warps=NUM_WARPS,
+    )
+    return divergence, best, other_best

@@ -5,11 +5,21 @@ never lets data choose a shape, so it can be captured as well. It does not try t
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Quantised(NamedTuple):
+    """A tensor as `values * scales`."""
+
+    values: Tensor  # [..., D] float8_e4m3fn
+    scales: Tensor  # [..., 1] float32
 
 
 def anchor_attention(
@@ -93,6 +103,16 @@ def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> 
     cross_entropy, log_sum, best = softmax_statistics(logits, labels)
     softmax_gradient_(logits, labels, log_sum, weights)
     return cross_entropy, best
+
+
+def divergence_gradient_(logits: Tensor, others: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergence from the others' distribution, the logits overwritten; see cross_entropy.divergence_gradient_."""
+    best, other_best = logits.argmax(-1), others.argmax(-1)
+    q, p = logits.float().log_softmax(-1), others.float().log_softmax(-1)
+    share = p.exp()
+    divergence = (share * (p - q)).sum(-1)
+    logits.copy_(torch.where((weights == 0)[:, None], 0.0, (q.exp() - share) * weights[:, None]))
+    return divergence, best, other_best
 
 
 def adamw_(
@@ -187,6 +207,37 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; see swiglu.swiglu."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def quantise_rows(x: Tensor) -> Quantised:
+    """x as e4m3 times a float32 scale per row; see fp8.quantise_rows."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(E4M3).max
+    return Quantised((wide / scales).to(E4M3), scales)
+
+
+def rms_norm_quantised(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Quantised:
+    """`rms_norm`, quantised; see rms_norm.rms_norm_quantised."""
+    return quantise_rows(rms_norm(x.float(), weight, eps, zero_centred))
+
+
+def add_rms_norm_quantised(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Quantised, Tensor]:
+    """`add_rms_norm`, its norm quantised; see rms_norm.add_rms_norm_quantised."""
+    total = x + residual
+    return rms_norm_quantised(total, weight, eps, zero_centred), total
+
+
+def swiglu_quantised(gate_up: Tensor) -> Quantised:
+    """`swiglu`, quantised; see fp8.swiglu_quantised."""
+    return quantise_rows(swiglu(gate_up.float()))
+
+
+def scaled_linear(x: Quantised, weight: Quantised, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x times the weight transposed, plus the bias, in `dtype`; see fp8.scaled_linear."""
+    out = F.linear(x.values.float(), weight.values.float()) * x.scales * weight.scales[:, 0]
+    return (out if bias is None else out + bias).to(dtype)
 
 
 def causal_conv(x: Tensor, weight: Tensor, normalise: bool) -> Tensor:

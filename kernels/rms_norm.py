@@ -2,6 +2,7 @@
 
 Promises: float32 arithmetic and one rounding at the end, the same bits on every run (no atomics, a grid that depends on
 shapes alone), no wait for the device, every output element written, no row looks at another. Does not tune itself.
+For a product in FP8 the forward can leave e4m3 and a scale per row instead of rounding to x's dtype.
 Why not fla's: autotuned by shape, copies strided rows, has no 1 + w. Why not torch's: it does not add the residual.
 """
 
@@ -13,6 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftgraph.kernels.reference import E4M3, Quantised
+
+# Of e4m3; a row whose largest element is below the second is scaled as if it had that one.
+LARGEST: tl.constexpr = tl.constexpr(448.0)
+SMALLEST: tl.constexpr = tl.constexpr(1e-12)
 # Programs of the backward, each with one partial sum of the weight's gradient: a part of the bits.
 GRADIENT_PROGRAMS = 512
 
@@ -41,7 +47,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def rms_norm_kernel(
-    x, residual, weight, normed, total, x_stride, residual_stride, M, D, eps,
+    x, residual, weight, normed, total, scales, x_stride, residual_stride, M, D, eps,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -58,7 +64,12 @@ def rms_norm_kernel(
     if ZERO_CENTRED:
         factor += 1.0
     scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)
-    tl.store(normed + row * D + column, (value * scale[:, None] * factor).to(normed.dtype.element_ty), mask=inside)
+    value = value * scale[:, None] * factor
+    if scales is not None:
+        row_scale = tl.maximum(tl.max(tl.abs(value), 1), SMALLEST)[:, None] / LARGEST
+        tl.store(scales + row, row_scale, mask=row < M)
+        value /= row_scale
+    tl.store(normed + row * D + column, value.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -118,21 +129,45 @@ def add_rms_norm(
     return _RMSNorm.apply(x, residual, weight, eps, zero_centred)
 
 
+def rms_norm_quantised(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Quantised:
+    """`rms_norm` as e4m3 with a scale per row, not rounded in between; no gradient. Writes half of what that writes."""
+    normed, _, scales = launch(x, None, weight, eps, zero_centred, quantise=True)
+    return Quantised(normed, scales)
+
+
+def add_rms_norm_quantised(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Quantised, Tensor]:
+    """`add_rms_norm` with its norm as in `rms_norm_quantised`."""
+    normed, total, scales = launch(x, residual, weight, eps, zero_centred, quantise=True)
+    return Quantised(normed, scales), total
+
+
+def launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool, quantise: bool = False
+) -> tuple[Tensor, Any, Any]:
+    """(normed, total or None, scales or None)."""
+    rows = as_rows(x)
+    M, D = rows.shape
+    assert weight.shape == (D,) and D <= 8192
+    normed = torch.empty(x.shape, dtype=E4M3 if quantise else x.dtype, device=x.device)
+    scales = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device) if quantise else None
+    total = other = None
+    if residual is not None:
+        total, other = torch.empty(x.shape, dtype=x.dtype, device=x.device), as_rows(residual)
+    constants, num_warps = tile(D)
+    rms_norm_kernel[(triton.cdiv(M, constants["ROWS"]),)](
+        rows, other, weight, normed, total, scales,
+        rows.stride(0), 0 if other is None else other.stride(0), M, D, eps,
+        ZERO_CENTRED=zero_centred, num_warps=num_warps, **constants,
+    )  # fmt: skip
+    return normed, total, scales
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool) -> Any:
-        rows = as_rows(x)
-        M, D = rows.shape
-        assert weight.shape == (D,) and D <= 8192
-        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        total = other = None
-        if residual is not None:
-            total, other = torch.empty_like(normed), as_rows(residual)
-        constants, num_warps = tile(D)
-        rms_norm_kernel[(triton.cdiv(M, constants["ROWS"]),)](
-            rows, other, weight, normed, total, rows.stride(0), 0 if other is None else other.stride(0), M, D, eps,
-            ZERO_CENTRED=zero_centred, num_warps=num_warps, **constants,
-        )  # fmt: skip
+        normed, total, _ = launch(x, residual, weight, eps, zero_centred)
         ctx.save_for_backward(x if total is None else total, weight)
         ctx.eps, ctx.zero_centred, ctx.added = eps, zero_centred, total is not None
         ctx.set_materialize_grads(False)

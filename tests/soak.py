@@ -1,7 +1,8 @@
 """Short trainings of random profiles, killed and signalled at random moments: `make soak MINUTES=3`. Not a pytest file.
 
 Every run must end in the bits of its unbroken twin. Beside them one long run goes on, whose memory and handles must
-not grow. Afterwards no process is left. A failure prints its seed: `soak.py --seed N --rounds 1` repeats it.
+not grow. Before them checkpoints, shards and profiles are fuzzed. Afterwards no process is left. A failure prints its
+seed: `soak.py --seed N --rounds 1` repeats it. SIGTERM and Ctrl-C end it after the round, with all its figures.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,9 +28,14 @@ from tiny import ordinary_rows, profile_values
 from victim import errors, finish, logged, start, wait_for
 
 from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.host import private_bytes
 from draftgraph.engine.show import summary_table
+from draftgraph.profiles.measure import receipt, write_receipt
 
 MOST_KILLS = 8  # of one run
+# Four tests, which share the number of inputs.
+FUZZED = ["test_fuzz_inputs.py", "test_run_checkpoint.py::test_any_change_of_any_file_is_found_or_changes_nothing"]
+FUZZ_TESTS = 4
 
 
 @dataclasses.dataclass
@@ -146,49 +153,82 @@ def processes() -> list[str]:
     return [args for _, parent, args in rows if int(parent) in ours and not any(word in args for word in quiet)]
 
 
+def fuzz(count: int, trouble: Counter[str]) -> int:
+    """Try `count` broken checkpoints, shards and profiles; returns how many were."""
+    here, each = Path(__file__).parent, str(-(-count // FUZZ_TESTS))
+    command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-show-statistics", *(str(here / t) for t in FUZZED)]
+    result = subprocess.run(command, env={**os.environ, "FUZZ": each}, capture_output=True, text=True)
+    if result.returncode != 0:
+        trouble["fuzzing failed: " + result.stdout[-2000:]] += 1
+    return sum(map(int, re.findall(r"(\d+) passing,", result.stdout)))
+
+
+def growth(samples: list[dict[str, int]], key: str) -> float:
+    """The share by which a figure of the long run grew."""
+    return samples[-1][key] / samples[0][key] - 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3)
     parser.add_argument("--rounds", type=int, default=10**9)
+    parser.add_argument("--fuzz", type=int, default=0, help="broken checkpoints, shards and profiles to try first")
     parser.add_argument("--seed", type=int, default=None, help="of the first round (default: by the clock)")
+    parser.add_argument("--receipt", type=Path, default=Path("soak.json"), help="written after every round")
     args = parser.parse_args()
     first = int(time.time()) % 10**6 if args.seed is None else args.seed
     console, counts, trouble = Console(), Counts(), Counter[str]()
-    deadline, number = time.monotonic() + 60 * args.minutes, 0
+    began, number, interrupted = time.monotonic(), 0, []
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: interrupted.append(True))
     home = Path(tempfile.mkdtemp(prefix="soak-"))
     long = long_run(home)
-    handles, before = open_handles(os.getpid()), usage(long.pid)
-    while time.monotonic() < deadline and number < args.rounds:
+    handles = open_handles(os.getpid())
+    fuzzed = fuzz(args.fuzz, trouble) if args.fuzz else 0
+    samples = [usage(long.pid)]
+
+    def figures() -> dict:
+        return {
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "first_seed": first,
+            **dataclasses.asdict(counts),
+            "fuzzed_inputs": fuzzed,
+            "failures": sum(trouble.values()),
+            "long_run_steps": logged(home / "long"),
+            "long_run_memory_growth": growth(samples, "bytes"),
+            "long_run_data_process_memory_growth": growth(samples, "data_bytes"),
+            "long_run_before": samples[0],
+            "long_run_after": samples[-1],
+            "handles_before": handles,
+            "handles_after": open_handles(os.getpid()),
+        }
+
+    while time.monotonic() < began + 60 * args.minutes and number < args.rounds and not interrupted:
         folder = home / str(first + number)
         folder.mkdir()
         try:
             one_round(folder, first + number, counts)
             shutil.rmtree(folder)
-        except AssertionError as error:
+        except Exception as error:
             trouble[str(error)] += 1
-            console.print(f"seed {first + number}: {error} (left in {folder})", markup=False)
+            console.print(f"seed {first + number}: {error!r} (left in {folder})", markup=False)
         number += 1
-    after, long_steps = usage(long.pid), logged(home / "long")
+        samples.append(usage(long.pid))
+        write_receipt(args.receipt, receipt("soak", "random profiles of tests/soak.py", ours=figures()))
     os.kill(long.pid, signal.SIGTERM)
-    stopped = finish(long, within=30)
+    stopped, newest = finish(long, within=30), checkpoint.newest(home / "long" / "checkpoints").name
     time.sleep(1)  # data processes end by themselves
     left = processes()
-    table = {
-        "first seed": first,
-        **dataclasses.asdict(counts),
-        "failures": sum(trouble.values()),
-        "steps of the long run": long_steps,
-        "its checkpoints, newest": checkpoint.newest(home / "long" / "checkpoints").name,
-        "its resident memory, before and after": f"{before['rss'] / 2**20:.1f} MiB, {after['rss'] / 2**20:.1f} MiB",
-        "its file handles, before and after": f"{before['handles']}, {after['handles']}",
-        "handles of this process, before and after": f"{handles}, {open_handles(os.getpid())}",
-        "processes left": len(left),
-    }
-    console.print(summary_table(f"soak, {args.minutes:g} minutes", table))
+    table = {**figures(), "long_run_newest_checkpoint": newest, "processes_left": len(left)}
+    write_receipt(args.receipt, receipt("soak", "random profiles of tests/soak.py", ours=table))
+    console.print(summary_table(f"soak, {args.minutes:g} minutes", {**table, "receipt": str(args.receipt)}))
+    for what in trouble:
+        console.print(what, markup=False)
     if not trouble:
         shutil.rmtree(home)
-    grown = after["rss"] > 1.02 * before["rss"] or after["handles"] > before["handles"] + 2  # a checkpoint's files
-    return int(bool(trouble) or bool(left) or grown or stopped != 130 or open_handles(os.getpid()) > handles + 2)
+    # A checkpoint that is being written has files open.
+    grown = growth(samples, "bytes") > 0.02 or samples[-1]["handles"] > samples[0]["handles"] + 2
+    return int(bool(trouble) or bool(left) or grown or stopped != 130 or table["handles_after"] > handles + 2)
 
 
 def long_run(home: Path):
@@ -208,8 +248,9 @@ def open_handles(pid: int) -> int:
 
 
 def usage(pid: int) -> dict[str, int]:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return {"handles": open_handles(pid), "rss": pages * os.sysconf("SC_PAGESIZE")}
+    """Handles and private bytes of a run, and private bytes of its data process."""
+    (data,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {"handles": open_handles(pid), "bytes": private_bytes(pid), "data_bytes": private_bytes(int(data))}
 
 
 if __name__ == "__main__":

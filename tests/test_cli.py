@@ -1,6 +1,8 @@
 """The command line: its frozen interface, and bad input as one readable message."""
 
+import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,11 +20,12 @@ INTERFACE = {
     "prepare": [
         *("inputs", "--target", "--out", "--max-context", "--block-size", "--anchor-rule", "--json"),
         *("--format", "--mask", "--turns", "--thinking", "--tool-calls", "--show", "--max-bad-rows", "--strict"),
-        "--workers",
+        *("--workers", "--show-rows"),
     ],
-    "plan": ["profile", "--run", "--set", "--picture", "--json"],
+    "plan": ["profile", "--run", "--set", "--gpu", "--warmup", "--timeline", "--picture", "--json"],
     "warmup": ["profile", "--run", "--set", "--json"],
     "train": ["profile", "--run", "--set", "--resume", "--json"],
+    "report": ["source", "--against", "--json"],
     "trace": ["profile", "--run", "--set", "--steps", "--node", "--json"],
     "eval": [
         *(
@@ -42,7 +45,7 @@ INTERFACE = {
         *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
         *("--server", "--server-model", "--concurrency", "--timeout", "--retries", "--api-key-env", "--json"),
     ],
-    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--json"],
+    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--set", "--json"],
     "demo": ["--run", "--json"],
 }
 
@@ -280,6 +283,27 @@ def test_prepare_shows_rows_and_writes_only_where_it_is_told_to(tmp_path, capsys
     assert summary["tokens"] == summary["supervised_tokens"] == 20
 
 
+def test_prepare_shows_the_rows_that_a_run_names(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "hi", "completion": f"yes {name}"}) + "\n" for name in "abc"))
+    target = ["--target", chat_target(tmp_path / "target"), "--block-size", "2", "--json"]
+    shards = str(tmp_path / "shards")
+    assert main(["prepare", str(rows), *target, "--out", shards]) == 0
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main(["prepare", shards, *target, "--show-rows", "2,0"]) == 0
+    out, err = capsys.readouterr()
+    assert re.findall(r"row \d|yes \w", err) == ["row 2", "yes c", "row 0", "yes a"]
+    assert "\u27e6yes c<|end|>\u27e7" in err
+    assert json.loads(out.splitlines()[-1])["rows"] == [2, 0]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "has rows 0 to 2, found --show-rows 3" in failure(capsys, "prepare", shards, *target, "--show-rows", "3")[1]
+    with pytest.raises(SystemExit):
+        main(["prepare", shards, *target, "--show-rows", "x"])
+    assert "such as 17,24, found x" in capsys.readouterr().err
+    assert "one shard folder" in failure(capsys, "prepare", shards, "b", *target, "--show-rows", "1")[1]
+
+
 def test_bad_rows_beyond_the_limit_are_status_3_with_the_report(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "hello, hello, hello"}\n{"messages": []}\n')
@@ -301,6 +325,19 @@ def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
     assert summary["format"] == "zlab" and summary["tensors"] == 3 + 11 * 2
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    digest = hashlib.sha256((run / "receipt.json").read_bytes()).hexdigest()
+    assert "| steps | 6 |" in card and digest in card and "| data | 24 rows, " in card
+    (run / "eval-questions.json").write_text(
+        json.dumps(
+            {"step": 6, "temperature": 0.0, "sets": [{"name": "a/questions.jsonl", "prompts": 3, "acceptance": 2.5}]}
+        )
+    )
+    (run / "eval-of-an-earlier-step.json").write_text(json.dumps({"step": 3}))
+    arguments = ["export", str(run), "--format", "speculators", "--out", str(tmp_path / "other"), "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["format"] == "speculators"
+    assert "| acceptance length, 3 prompts of questions.jsonl | 2.500 |" in (tmp_path / "other/README.md").read_text()
     assert (
         main(["export", str(tmp_path / "drafter"), "--target", write_target(tmp_path), "--out", str(tmp_path / "b")])
         == 0

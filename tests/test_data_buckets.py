@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from draftgraph.engine.config import load_profile
 from draftgraph.engine.data.buckets import Bucket, assign, choose_buckets, efficiency
 from draftgraph.engine.errors import DataError
+from draftgraph.engine.plan import make_plan
 
 PEERS_LENGTHS = Path(__file__).parents[1] / "profiles" / "peers" / "lengths.json"
 BUDGETS = {"context_tokens": 8192, "draft_tokens": 4096, "block_size": 8}
@@ -172,3 +174,18 @@ def test_a_million_rows_take_seconds():
     buckets = choose(lengths, anchors, 12, context_multiple=64)
     assign(lengths, anchors, buckets, flops)
     assert time.perf_counter() - start < 30
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-27b-1gpu", "qwen3.5-0.8b-1gpu"])
+def test_short_rows_run_in_wide_batches_and_anchors_are_what_rows_can_hold(name):
+    plan = make_plan(load_profile(name))
+    section = plan.profile.buckets
+    for index, bucket in enumerate(plan.buckets):
+        inside = plan.assignment == index
+        fitting = min(section.context_tokens // bucket.context, section.draft_tokens // (bucket.anchors * 16))
+        # As many rows as both budgets allow, or, dealt evenly, as many micro-batches as those need.
+        assert bucket.rows <= fitting and -(-inside.sum() // bucket.rows) == -(-inside.sum() // fitting)
+        most = plan.anchors[inside].max()
+        assert most <= bucket.anchors < most + 8 and most < plan.lengths[inside].max() <= bucket.context
+    rows = [bucket.rows for bucket in plan.buckets]
+    assert max(rows[:3]) > min(rows)

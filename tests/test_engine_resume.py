@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 from rich.console import Console
-from test_engine_run import run
+from test_engine_run import assert_same_bits, masters, run
 from tiny import ordinary_rows, tiny_profile
 
 from draftgraph.engine.errors import RunError
+from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run import checkpoint
-from draftgraph.engine.train import locked, train
+from draftgraph.engine.run_folder import locked
+from draftgraph.engine.train import train
 
 
 def test_a_run_folder_is_neither_overwritten_nor_resumed_by_accident(tmp_path):
@@ -124,3 +126,39 @@ def test_a_resume_with_other_drafters_says_that_it_is_not_bitwise(tmp_path):
     said = Console(record=True, width=400, file=io.StringIO())
     train(two, tmp_path / "run", True, said)
     assert "placement.drafters is 2, was 1 at step-000003: from here on not the bits" in said.export_text()
+
+
+def test_a_resume_with_another_bucket_table_goes_on_and_says_that_it_is_not_bitwise(tmp_path):
+    run(tiny_profile(tmp_path), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000006")
+    fewer = tiny_profile(tmp_path, buckets={"count": 1})
+    said = Console(record=True, width=400, file=io.StringIO())
+    summary = train(fewer, tmp_path / "run", True, said)
+    assert (summary["first_step"], summary["steps"]) == (3, 6)
+    assert re.search(
+        r"buckets is \['r\S+'\], was \['r.*'\] at step-000003: from here on not the bits", said.export_text()
+    )
+
+
+def test_a_resume_after_any_step_also_at_an_epochs_end_gives_the_bits_of_the_unbroken_run(tmp_path):
+    # Three repeats of an extraction, two micro-steps a step: steps end inside extractions and inside epochs.
+    changes = {"rows": ordinary_rows(8), "drafter": {"reuse": 3}, "checkpoint": {"every": 1, "keep": 20}}
+    per_epoch = 3 * make_plan(tiny_profile(tmp_path, **changes)).schedule.batches_per_epoch  # micro-steps
+    steps = per_epoch + 1  # two epochs, and a step more
+    profile = tiny_profile(tmp_path, run={"steps": steps}, **changes)
+    run(profile, tmp_path / "whole")
+    # Step `per_epoch` ends the second epoch; half of it the first, or lies beside its end.
+    ends = {per_epoch // 2, per_epoch, per_epoch // 2 + 1, 1, steps - 1}
+    for step in sorted(ends):
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / f"stopped-{step}")
+        for path in checkpoint.found(folder / "checkpoints"):
+            if checkpoint.step_of(path) > step:
+                shutil.rmtree(path)
+        assert run(profile, folder, resume=True)["first_step"] == step
+        assert_same_bits(masters(tmp_path / "whole", steps), masters(folder, steps))
+        assert figures_of(folder) == figures_of(tmp_path / "whole")
+
+
+def figures_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "time": None} for line in lines]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import deal_as_for, ordinary_rows, tiny_profile
+from test_run_health import ROLLS_BACK, not_finite_from, rates
+from tiny import deal_as_for, ordinary_rows, tiny_profile, write_target
 from triton.runtime.autotuner import Autotuner
 
 from draftgraph.capture import tuning
@@ -17,12 +18,14 @@ pytestmark = pytest.mark.gpu
 GPU = "cuda:0"
 
 
-def run(folder, name, dtype="bfloat16", mode="graph", family="llama", placement=None, resume=False, **changes):
+def run(
+    folder, name, dtype="bfloat16", mode="graph", family="llama", placement=None, resume=False, target=None, **changes
+):
     changes.setdefault("run", {"steps": 8})
     profile = tiny_profile(
         folder,
         family,
-        target={"dtype": dtype},
+        target={"dtype": dtype, **(target or {})},
         capture={"mode": mode, "warmup_rounds": 3, "verify_rounds": 3},
         placement={"targets": [GPU], "drafters": [GPU], **(placement or {})},
         **changes,
@@ -40,6 +43,14 @@ def test_a_captured_run_trains_the_bits_of_an_eager_run(tmp_path, family, dtype)
     summary, captured = run(tmp_path, "captured", dtype, "graph", family, buckets={"count": count})
     _, eager = run(tmp_path, "eager", dtype, "eager", family, buckets={"count": count})
     assert summary["graphs"] == 2 * count + 1
+    assert all(torch.equal(captured[name], eager[name]) for name in captured)
+
+
+@pytest.mark.parametrize("labels", ["target", "argmax"])
+def test_labels_of_the_target_are_captured(tmp_path, labels):
+    summary, captured = run(tmp_path, "captured", drafter={"labels": labels, "loss_norm": "slots"})
+    _, eager = run(tmp_path, "eager", mode="eager", drafter={"labels": labels, "loss_norm": "slots"})
+    assert summary["graphs"] == 7
     assert all(torch.equal(captured[name], eager[name]) for name in captured)
 
 
@@ -111,6 +122,42 @@ def test_a_checkpoint_copied_beside_the_next_step_holds_its_own_step(tmp_path, d
         state = f"checkpoints/step-{step:06d}/state.safetensors"
         left, right = load_file(tmp_path / "often" / state), load_file(tmp_path / "once" / state)
         assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_an_ordinary_checkpoint_stops_the_run_for_milliseconds_and_costs_no_bit(tmp_path):
+    # 77 M parameters, 0.9 GB of state; the device has many micro-steps before it when a checkpoint begins.
+    (tmp_path / "large").mkdir()
+    model = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64, "num_attention_heads": 16}
+    changes = {
+        "target": {"model": write_target(tmp_path / "large", **model)},
+        "drafter": {"layers": 5},
+        "optim": {"accumulate": 16},
+        "rows": ordinary_rows(40),
+    }
+    summary, whole = run(tmp_path, "whole", checkpoint={"every": 4, "keep": 2}, **changes)
+    assert 0 < summary["checkpoint_pause_ms_max"] < 50
+    assert summary["checkpoint_held_ms_max"] is not None
+    assert summary["host_syncs_per_step"] == 0
+    before = figures_of(tmp_path / "whole")
+    shutil.rmtree(tmp_path / "whole" / "checkpoints" / "step-000008")
+    _, resumed = run(tmp_path, "whole", resume=True, checkpoint={"every": 4, "keep": 2}, **changes)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert figures_of(tmp_path / "whole") == before
+
+
+def test_a_captured_run_rolls_back_and_replays_at_half_the_rate(tmp_path, monkeypatch):
+    changes = {"run": {"steps": 12}, "optim": ROLLS_BACK, "checkpoint": {"every": 1, "keep": 3}}
+    run(tmp_path, "good", **changes)
+    not_finite_from(monkeypatch, step=7, lowest_share=1.0)
+    summary, _ = run(tmp_path, "run", **changes)
+    assert (summary["first_step"], summary["rate_share"], summary["skipped_updates"]) == (5, 0.5, 0)
+    good = rates(tmp_path / "good")
+    assert rates(tmp_path / "run") == good[:5] + [rate / 2 for rate in good[5:]]
+
+
+def figures_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "time": None} for line in lines]
 
 
 def test_the_census_shows_our_attention_and_flas_delta_rule(tmp_path):

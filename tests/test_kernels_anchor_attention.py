@@ -72,6 +72,10 @@ def test_twin_is_the_mask_written_out(window: int | None) -> None:
         ((1, 130, 12, 3, 8, 2, 16), (12,), None),
         ((1, 1, 1, 2, 2, 2, 16), (1,), None),
         ((2, 3, 2, 8, 1, 1, 16), (0, 0), 1),
+        ((2, 3, 2, 8, 4, 1, 16), (0, 0), None),
+        ((3, 1, 3, 4, 3, 1, 64), (1, 0, 1), None),
+        ((1, 33, 5, 6, 4, 1, 64), (4,), 12),
+        ((1, 20, 3, 4, 3, 1, 256), (3,), None),
     ],
 )
 def test_kernel_equals_its_twin(sizes: tuple[int, ...], num_valid: tuple[int, ...], window: int | None) -> None:

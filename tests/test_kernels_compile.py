@@ -96,16 +96,20 @@ def compile_cross_entropy(capability: int) -> dict[str, int]:
 
     shared_bytes = {}
     pointers = {"labels": "*i64", "best": "*i64", "cross_entropy": "*fp32", "log_sum": "*fp32", "weights": "*fp32"}
+    pointers |= {"divergence": "*fp32", "other_best": "*i64"}
     for dtype, element_size in (("bf16", 2), ("fp32", 4)):
         row = {"BLOCK_N": kernels.BLOCK_N, "STAGES": kernels.STAGES[element_size]}
+        two_rows = {**row, "GRADIENT_BLOCK_N": kernels.GRADIENT_BLOCK_N}
         for kernel, constants, num_warps in (
             (kernels.softmax_statistics_kernel, row, kernels.NUM_WARPS),
             (kernels.cross_entropy_gradient_kernel, row, kernels.NUM_WARPS),
             (kernels.softmax_gradient_kernel, {"BLOCK_N": kernels.GRADIENT_BLOCK_N}, kernels.GRADIENT_NUM_WARPS),
+            (kernels.divergence_gradient_kernel, two_rows, kernels.NUM_WARPS),
         ):
-            types = {**pointers, "logits": f"*{dtype}", "V": "i32"} | dict.fromkeys(constants, "constexpr")
+            logits = dict.fromkeys(("logits", "others"), f"*{dtype}")
+            types = {**pointers, **logits, "V": "i32"} | dict.fromkeys(constants, "constexpr")
             names = kernel.arg_names
-            aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("logits", "V")}
+            aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in (*logits, "V") if n in names}
             source = ASTSource(kernel, {name: types[name] for name in names}, constants, aligned)
             target = GPUTarget("cuda", capability, 32)
             compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
@@ -146,7 +150,7 @@ def compile_fused(capability: int) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from draftgraph.kernels import causal_conv, gates, rms_norm, rope, swiglu
+    from draftgraph.kernels import causal_conv, fp8, gates, rms_norm, rope, swiglu
 
     jobs: list = []
     for size in (64, 1024, 5120):
@@ -154,7 +158,8 @@ def compile_fused(capability: int) -> dict[str, int]:
             (rms_norm.rms_norm_kernel, rms_norm.tile(size)),
             (rms_norm.rms_norm_gradient_kernel, rms_norm.gradient_tile(size, 2)),
         ):
-            jobs.append((kernel, constants | {"ZERO_CENTRED": True}, num_warps))
+            plain = {"scales": None} if kernel is rms_norm.rms_norm_kernel else {}
+            jobs.append((kernel, constants | plain | {"ZERO_CENTRED": True}, num_warps))
     for head_dim, rotary_dim in ((64, 64), (128, 128), (256, 64)):
         constants = {"ZERO_CENTRED": True, "HEADS": 24, **rope.tile(head_dim, rotary_dim)}
         jobs += [(k, constants, rope.NUM_WARPS) for k in (rope.norm_rope_kernel, rope.norm_rope_gradient_kernel)]
@@ -162,6 +167,11 @@ def compile_fused(capability: int) -> dict[str, int]:
         jobs.append((kernel, {"BLOCK_F": swiglu.BLOCK_F}, swiglu.NUM_WARPS))
     heads = {"C": 128, "NORMALISE": True, "BLOCK_C": 128, "BLOCK_S": 32}
     jobs += [(gates.gate_kernel, heads, 4), (causal_conv.causal_conv_kernel, {**heads, "WIDTH": 4}, 4)]
+    if capability >= 89:  # what has products in FP8
+        row = {"BLOCK_N": fp8.BLOCK_N}
+        jobs += [(fp8.quantise_rows_kernel, row | {"GATED": gated}, fp8.NUM_WARPS) for gated in (False, True)]
+        constants, num_warps = rms_norm.tile(5120)
+        jobs.append((rms_norm.rms_norm_kernel, constants | {"ZERO_CENTRED": True}, num_warps))
     others = {"positions": "*i64", "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "eps": "fp32"}
     others |= dict.fromkeys(("M", "D", "P", "F", "S"), "i32")
     shared_bytes = {}
@@ -169,6 +179,8 @@ def compile_fused(capability: int) -> dict[str, int]:
         names = kernel.arg_names
         numbers = {name: "i32" for name in names if name.endswith("stride")}
         types = others | numbers | dict.fromkeys(constants, "constexpr")
+        if "scales" in names and "scales" not in constants:
+            types |= {"scales": "*fp32", "values" if "values" in names else "normed": "*fp8e4nv"}
         signature = {name: types.get(name, "*bf16") for name in names}
         aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or signature[name] == "i32"]
         source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})

@@ -100,6 +100,44 @@ def test_one_logit_that_is_no_number_makes_the_loss_none(ops):
     assert torch.isfinite(ce).tolist() == [True, False, True]
 
 
+def other_case(M, V, dtype=torch.float32):
+    logits, _, weights = case(M, V, dtype)
+    others = 4 * torch.randn(M, V, generator=torch.Generator().manual_seed(M + V))
+    return logits, others.to(DEVICE, dtype), weights
+
+
+def true_divergence(logits, others):
+    return F.kl_div(logits.log_softmax(-1), others.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+
+
+@BOTH
+@SIZES
+def test_the_divergence_is_torchs_and_its_gradient_autograds(ops, M, V):
+    logits, others, weights = other_case(M, V)
+    leaf, kept = logits.clone().requires_grad_(), others.clone()
+    expected, bests = true_divergence(leaf, others), (logits.argmax(-1), others.argmax(-1))
+    (weights * expected).sum().backward()
+    divergence, best, other_best = ops.divergence_gradient_(logits, others, weights)
+    torch.testing.assert_close(divergence, expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, leaf.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(best, bests[0]) and torch.equal(other_best, bests[1]) and torch.equal(others, kept)
+    assert not logits[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [49_152, 248_320])
+def test_bf16_divergence_agrees_with_float32_arithmetic_on_the_same_logits(V):
+    logits, others, weights = other_case(64, V, torch.bfloat16)
+    truth, twin, again = true_divergence(logits.float(), others.float()), logits.clone(), logits.clone()
+    _, best, other_best = reference.divergence_gradient_(twin, others, weights)
+    divergence, *bests = kernel.divergence_gradient_(logits, others, weights)
+    torch.testing.assert_close(divergence, truth, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, twin, rtol=1e-2, atol=1e-6)
+    assert torch.equal(bests[0], best) and torch.equal(bests[1], other_best) and not logits[0].any()
+    kernel.divergence_gradient_(again, others, weights)
+    assert torch.equal(again, logits)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("V", [49_152, 248_320])
 def test_bf16_logits_agree_with_float32_arithmetic_on_the_same_logits(V):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from draftgraph.engine.errors import DataError, UsageError
 from draftgraph.engine.models.drafter import Drafter, DrafterShape
-from draftgraph.engine.models.export import export_zlab, load_zlab
+from draftgraph.engine.models.export import export_drafter
+from draftgraph.engine.models.released import load_zlab
 
 SHAPE = DrafterShape(
     hidden_size=32,
@@ -43,7 +44,7 @@ def drafter() -> Drafter:
 @pytest.fixture
 def exported(drafter, tmp_path):
     folder = tmp_path / "exports" / "drafter"
-    summary = export_zlab(folder, drafter, TARGET_CONFIG, card={"base_model": "some/model", "acceptance": 2.5})
+    summary = export_drafter(folder, drafter, TARGET_CONFIG, card={"base_model": "some/model", "acceptance": 2.5})
     assert summary == {
         "format": "zlab",
         "path": str(folder),
@@ -83,6 +84,21 @@ def test_the_config_holds_every_field_that_an_engine_reads(exported):
     assert {key: config[key] for key in expected} == expected
 
 
+def test_the_speculators_form_counts_layers_from_the_embedding_and_nests_the_decoder(drafter, tmp_path):
+    summary = export_drafter(
+        tmp_path / "out", drafter, TARGET_CONFIG, form="speculators", card={"base_model": "some/model"}
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (summary["format"], config["speculators_model_type"]) == ("speculators", "dflash")
+    assert config["aux_hidden_state_layer_ids"] == [2, 4, 6]
+    assert (config["block_size"], config["mask_token_id"], config["draft_vocab_size"]) == (8, 63, 64)
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/model"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
+    decoder = config["transformer_layer_config"]
+    assert (decoder["num_hidden_layers"], decoder["sliding_window"]) == (2, 16)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == dict(drafter.named_parameters()).keys()
+
+
 def test_transformers_reads_the_same_shape_from_the_config(exported):
     config = transformers.AutoConfig.from_pretrained(exported)
     assert type(config).__name__ == "Qwen3Config"
@@ -105,7 +121,7 @@ def test_parameters_that_are_views_of_one_buffer_are_exported_alone(drafter, tmp
     for parameter in drafter.parameters():
         parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
-    export_zlab(tmp_path / "flat", drafter, TARGET_CONFIG, dtype=torch.float32, card={})
+    export_drafter(tmp_path / "flat", drafter, TARGET_CONFIG, dtype=torch.float32, card={})
     _, state = load_zlab(tmp_path / "flat")
     assert all(torch.equal(state[name], p) for name, p in drafter.named_parameters())
     assert (tmp_path / "flat" / "model.safetensors").stat().st_size < flat.nbytes + 8192
@@ -119,7 +135,7 @@ def test_the_card_names_the_target_and_its_facts(exported):
 
 def test_an_export_replaces_an_earlier_one_and_leaves_nothing_beside_it(drafter, exported):
     drafter.initialise(1)
-    export_zlab(exported, drafter, TARGET_CONFIG, card={})
+    export_drafter(exported, drafter, TARGET_CONFIG, card={})
     _, state = load_zlab(exported)
     assert torch.equal(state["fc.weight"], drafter.fc.weight.bfloat16())
     assert [path.name for path in exported.parent.iterdir()] == ["drafter"]
@@ -128,7 +144,7 @@ def test_an_export_replaces_an_earlier_one_and_leaves_nothing_beside_it(drafter,
 def test_a_folder_of_something_else_is_refused_and_kept(drafter, tmp_path):
     (tmp_path / "notes.txt").write_text("keep me")
     with pytest.raises(UsageError, match="not an exported drafter"):
-        export_zlab(tmp_path, drafter, TARGET_CONFIG, card={})
+        export_drafter(tmp_path, drafter, TARGET_CONFIG, card={})
     assert (tmp_path / "notes.txt").read_text() == "keep me"
 
 

@@ -67,3 +67,26 @@ def test_a_training_drafter_copies_no_weights():
             weights = tuple(linear.weight for linear in group)
             stacked = stack(weights)
             assert stacked.data_ptr() == weights[0].data_ptr() and torch.equal(stacked, torch.cat(weights))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_several_passes_add_up_in_float32_memory(device, dtype):
+    ours = nn.ModuleList(layers()).to(device)
+    flat = FlatParameters(ours, dtype, torch.device(device))
+    flat.values.normal_()
+    address = flat.grads.data_ptr()
+    expected = torch.zeros(12, 6, dtype=torch.float64)
+    for _ in range(20):
+        x, gradient = torch.randn(2, 7, 6, device=device).to(dtype), torch.randn(2, 7, 12, device=device).to(dtype)
+        stacked_linear(x, *(layer.weight for layer in ours)).backward(gradient)
+        # The last two layers again, as a context's keys and values share weights with the block's.
+        stacked_linear(x, ours[1].weight, ours[2].weight).backward(gradient[..., 4:])
+        wide, part = x.double().cpu().flatten(0, 1), gradient.double().cpu().flatten(0, 1)
+        expected += part.T @ wide
+        expected[4:] += part[:, 4:].T @ wide
+    assert flat.grads.data_ptr() == address and ours[0].weight.grad.data_ptr() == address
+    # On the CPU a bfloat16 product is rounded before it is added; on a GPU it is not.
+    rounded = dtype == torch.bfloat16 and device == "cpu"
+    found = flat.grads.view(12, 6).double().cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-2 if rounded else 1e-5, atol=0.2 if rounded else 1e-4)

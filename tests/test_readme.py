@@ -13,7 +13,8 @@ README = (ROOT / "README.md").read_text()
 RESULTS = sorted((ROOT / "profiles" / "results").glob("*.json"))
 BENCHES = [path for path in RESULTS if path.name.startswith("bench-")]
 TRACES = [path for path in RESULTS if path.name.startswith("trace-")]
-RECEIPTS = [path for path in RESULTS if path not in BENCHES + TRACES]
+LOSSES = [path for path in RESULTS if path.name.startswith("loss-")]
+RECEIPTS = [path for path in RESULTS if path not in BENCHES + TRACES + LOSSES]
 
 
 @pytest.mark.parametrize("path", RECEIPTS, ids=lambda path: path.stem)
@@ -59,6 +60,12 @@ def test_the_ratios_of_bench_receipts_are_those_of_the_readme():
         receipt = json.loads(path.read_text())
         assert {"workload", "gpu", "driver", "torch", "commit", "date", "profile", "ceiling_tflops"} <= set(receipt)
         assert receipt["gpu"] and (receipt["ratio"] is None or f"{receipt['ratio']:.2f}" in README), path
+
+
+def test_the_paths_of_loss_receipts_agree_as_the_readme_says():
+    for path in LOSSES:
+        ours = json.loads(path.read_text())["ours"]
+        assert ours["agrees"] and all(f"{row['mean']:.4f}" in README for row in ours["difference"].values()), path
 
 
 def test_nothing_is_left_to_fill_in():

@@ -12,8 +12,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import tiny_profile
 
+from draftgraph.engine import train as training
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.metrics import LateFigures
 from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.train import train
 
@@ -219,3 +221,46 @@ def test_a_resume_with_another_rate_is_allowed_and_said(trained, tmp_path, capsy
     train(lower, run, True, Console(stderr=True, width=300))
     err = capsys.readouterr().err
     assert "optim.lr is 0.001, was 0.01 at step-000004: from here on not the bits of an unbroken run" in err
+
+
+class AtTheSecondLook(LateFigures):
+    """Figures of the newest step have never arrived when one looks for the first time, as on a busy device."""
+
+    looked = 0
+
+    def finished(self, wait=False):
+        newest = self.pending[-1] if self.pending else 0
+        if wait or newest == self.looked:
+            return super().finished(wait)
+        self.looked = newest
+        return []
+
+
+def test_an_ordinary_checkpoint_drains_nothing_and_follows_its_own_figures(trained, tmp_path, monkeypatch):
+    profile, whole = trained
+    real_write, real_drain, logged, drained = checkpoint.write, Scheduler.drain, {}, []
+
+    def write(folder, step, *rest):
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        logged[step] = [json.loads(line)["step"] for line in lines][:step]
+        real_write(folder, step, *rest)
+
+    def drain(self):
+        drained.append(self.micro_step)
+        real_drain(self)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(Scheduler, "drain", drain)
+    monkeypatch.setattr(training, "LateFigures", AtTheSecondLook)
+    summary = train(profile, tmp_path / "run", False, QUIET)
+    assert drained == [0, 12]  # at the start, and before the last one
+    assert logged == {step: list(range(1, step + 1)) for step in (2, 4, 6)}
+    assert 0 < summary["checkpoint_pause_ms_mean"] <= summary["checkpoint_pause_ms_max"]
+    assert summary["checkpoint_held_ms_max"] is None  # no device was held
+    for step in (2, 4, 6):
+        assert loads_the_same(whole / "checkpoints", tmp_path / "run" / "checkpoints", f"step-{step:06d}")
+
+
+def test_a_run_of_one_checkpoint_has_no_pause_to_tell(tmp_path):
+    summary = train(tiny_profile(tmp_path, checkpoint={"every": 0}), tmp_path / "run", False, QUIET)
+    assert summary["checkpoint_pause_ms_max"] is summary["checkpoint_pause_ms_mean"] is None

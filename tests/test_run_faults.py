@@ -132,8 +132,20 @@ def test_figures_that_the_disk_refuses_are_one_sentence(tmp_path):
 
 
 def test_a_run_folder_that_is_read_only_is_one_sentence(job, tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
     (tmp_path / "run").mkdir(mode=0o500)
-    assert finish(start(job[0], tmp_path / "run")) == 5
+    assert finish(start(job[0], tmp_path / "run", unprivileged=True)) == 5
     assert "cannot write the run folder" in errors(tmp_path / "run")
+    assert "Traceback" not in errors(tmp_path / "run") and not list((tmp_path / "run").iterdir())
+
+
+def test_a_run_folder_that_becomes_read_only_ends_the_run_and_the_good_checkpoint_stays(job, tmp_path):
+    run = tmp_path / "run"
+    process = start(job[0], run, unprivileged=True, slow_step=0.2)
+    wait_for(lambda: checkpoint.found(run / "checkpoints"))
+    (run / "checkpoints").chmod(0o500)
+    assert finish(process) == 5
+    assert "cannot write the checkpoint of step" in errors(run) and "Permission denied" in errors(run)
+    assert "The last good one is untouched" in errors(run) and "Traceback" not in errors(run)
+    (run / "checkpoints").chmod(0o700)
+    assert finish(start(job[0], run)) == 0
+    assert_unbroken(job, run)

@@ -1,18 +1,25 @@
 """Numbers going bad: when a run gives up, and what its user is told."""
 
-import re
+import io
+import json
+import shlex
+import shutil
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from tiny import tiny_profile
 
 from draftgraph.engine.build import build
+from draftgraph.engine.cli import parser
 from draftgraph.engine.data.shards import ShardReader
-from draftgraph.engine.errors import RunError
+from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.health import RECENT, Health
 from draftgraph.engine.run.metrics import StepFigures
+from draftgraph.engine.run.optimizer import OptimizerShard
 from draftgraph.engine.train import train
 
 
@@ -20,15 +27,15 @@ def figures(step, loss=3.0, skipped=0):
     return StepFigures(step, loss, None, [], None, None, 0.0, skipped)
 
 
-def watch(max_skipped=3, skipped=0, last=4):
+def watch(max_skipped=3, skipped=0, last=4, on_not_finite="stop"):
     said = []
-    return Health(max_skipped, skipped, lambda step: f"rows of {step}", lambda: last, said.append), said
+    return Health(max_skipped, on_not_finite, skipped, lambda step: f"rows of {step}", lambda: last, said.append), said
 
 
 def test_skipped_updates_in_a_row_end_the_run_and_a_good_one_starts_the_count_again():
     health, said = watch()
     health.look(figures(step, skipped=count) for step, count in enumerate([0, 1, 2, 2, 3, 4]))
-    with pytest.raises(RunError, match=r"of 3 steps in a row, up to step 6, .* from step 4 with .*rows of 6"):
+    with pytest.raises(RunError, match=r"of 3 steps in a row, up to step 6, .*rows of 6.* from step 4 with"):
         health.look([figures(6, skipped=5)])
     assert len(said) == 1 and said[0].startswith("step 1: its update was skipped")
     never, _ = watch(max_skipped=0)
@@ -61,10 +68,12 @@ def test_the_rows_that_are_named_are_the_shards_rows_of_that_step(tmp_path, reus
     profile = tiny_profile(tmp_path, rows=rows, drafter={"reuse": reuse})
     engine = build(make_plan(profile))
     batches = [batch for batch, _ in zip(engine.schedule.at(0), range(20), strict=False)]
-    named = [int(row) for row in re.findall(r"\d+(?=[, ])", engine.rows_of(4).split(" of ")[0] + " ")]
+    command = engine.rows_of(4).removeprefix("to see its rows: ")
+    args = parser().parse_args(shlex.split(command)[1:])
+    named = args.show_rows
     micro_steps = range(6, 8)  # of step 4, two a step
     expected = {int(row) + 1 for m in micro_steps for row in batches[m // reuse].row_ids}
-    assert set(named) == expected and engine.rows_of(4).endswith(profile.data.shards)
+    assert set(named) == expected and args.inputs == [profile.data.shards] and args.target == profile.target.model
     lengths = ShardReader(profile.data.shards).lengths
     assert all(lengths[row] == rows[row][0] for row in named)
     engine.close()
@@ -83,5 +92,82 @@ def test_a_run_gives_up_without_writing_and_names_the_last_checkpoint(tmp_path, 
     assert "its update was skipped" in capsys.readouterr().err
     steps = [checkpoint.step_of(path) for path in checkpoint.found(tmp_path / "run" / "checkpoints")]
     logged = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert steps == list(range(1, logged))  # the step that gave up wrote none
+    assert steps == list(range(1, logged - 2))  # of the skipped ones, the first alone
     checkpoint.newest(tmp_path / "run" / "checkpoints")
+
+
+def test_kept_on_the_count_begins_again_and_the_line_is_told_each_time():
+    health, said = watch(max_skipped=3, on_not_finite="keep")
+    health.look(figures(step, skipped=step) for step in range(1, 8))
+    assert [line.split(", were")[0] for line in said[1:]] == [
+        f"the updates of 3 steps in a row, up to step {step}" for step in (3, 6)
+    ]
+    assert said[1].endswith("optim.on_not_finite = 'keep': the run goes on")
+
+
+def test_while_updates_are_skipped_only_the_first_is_worth_a_checkpoint():
+    health, _ = watch(max_skipped=0)
+    health.look(figures(step, skipped=max(0, step - 4)) for step in range(1, 8))  # from step 5 on
+    assert [health.worth_keeping(step) for step in (4, 5, 6, 7)] == [True, True, False, False]
+    health.look([figures(8, skipped=3)])
+    assert health.worth_keeping(8)
+
+
+ROLLS_BACK = {"max_skipped": 2, "on_not_finite": "roll-back"}
+
+
+def not_finite_from(monkeypatch, step, lowest_share):
+    """Gradients are not finite from a step on, at that share of the rate and above."""
+    real = OptimizerShard.measure
+
+    def measure(self):
+        real(self)
+        bad = (self.step_count >= step - 1) & (self.rate_share >= lowest_share)
+        self.norm_squared.copy_(torch.where(bad, float("nan"), self.norm_squared))
+
+    monkeypatch.setattr(OptimizerShard, "measure", measure)
+
+
+def rates(run):
+    return [json.loads(line)["lr"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("every", "back_to"), [(1, 5), (3, 3)])
+def test_a_run_rolls_back_behind_a_good_update_and_goes_on_at_half_the_rate(tmp_path, monkeypatch, every, back_to):
+    # Three repeats of an extraction and two micro-steps a step: it goes back into the middle of one.
+    changes = {"run": {"steps": 12}, "drafter": {"reuse": 3}, "checkpoint": {"every": every, "keep": 3}}
+    profile = tiny_profile(tmp_path, optim=ROLLS_BACK, **changes)
+    assert train(profile, tmp_path / "good", False, Console(quiet=True))["rate_share"] == 1.0
+    not_finite_from(monkeypatch, step=7, lowest_share=1.0)
+    said = Console(record=True, width=800, file=io.StringIO())
+    summary = train(profile, tmp_path / "run", False, said)
+    assert f"Rolled back to step-{back_to:06d}; the rate is 0.5 of the profile's" in said.export_text()
+    assert (summary["steps"], summary["first_step"], summary["rate_share"]) == (12, back_to, 0.5)
+    assert summary["skipped_updates"] == 0
+    good = rates(tmp_path / "good")
+    assert rates(tmp_path / "run") == good[:back_to] + [rate / 2 for rate in good[back_to:]]
+    # A resume keeps to the lower rate: the same bits.
+    state = tmp_path / "run" / "checkpoints" / "step-000012" / "state.safetensors"
+    whole = load_file(state)
+    shutil.rmtree(state.parent)
+    assert train(profile, tmp_path / "run", True, Console(quiet=True))["rate_share"] == 0.5
+    resumed = load_file(state)
+    assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
+
+
+def test_a_run_that_no_lower_rate_helps_stops_and_one_with_nothing_to_go_back_to_too(tmp_path, monkeypatch):
+    profile = tiny_profile(tmp_path, run={"steps": 12}, optim=ROLLS_BACK, checkpoint={"every": 1, "keep": 3})
+    not_finite_from(monkeypatch, step=7, lowest_share=0.0)
+    said = Console(record=True, width=800, file=io.StringIO())
+    with pytest.raises(RunError, match=r"the rate was halved often: lower optim\.lr"):
+        train(profile, tmp_path / "run", False, said)
+    assert said.export_text().count("Rolled back to step-000005") == 6
+    checkpoint.newest(tmp_path / "run" / "checkpoints")
+    not_finite_from(monkeypatch, step=2, lowest_share=1.0)
+    with pytest.raises(RunError, match="no checkpoint is old enough to go back to"):
+        train(profile, tmp_path / "early", False, said)
+
+
+def test_a_roll_back_needs_three_checkpoints(tmp_path):
+    with pytest.raises(UsageError, match=r"needs checkpoint\.keep = 3 or more, found 2"):
+        tiny_profile(tmp_path, optim=ROLLS_BACK, checkpoint={"keep": 2})

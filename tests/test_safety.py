@@ -2,6 +2,7 @@
 
 import ast
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,36 @@ def test_a_run_writes_into_its_folder_alone(tmp_path, monkeypatch):
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     changed = {path for path, time in after.items() if before.get(path) != time} - {tmp_path}
     assert changed and all(path == tmp_path / "run" or tmp_path / "run" in path.parents for path in changed)
+
+
+def test_secrets_of_the_environment_reach_no_file_and_no_line_of_a_run(tmp_path, monkeypatch, capfd):
+    secret = "secret-0123456789abcdef"
+    for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, secret)
+    train(tiny_profile(tmp_path, log={"every": 1}), tmp_path / "run", False, Console(stderr=True, width=200))
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(written) > 5
+    assert not [path for path in written if secret.encode() in path.read_bytes()]
+    assert secret not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("answer", "good", "line"),
+    [
+        ("", True, "skipped: it cannot reach its source"),
+        ('{"dependencies": [{"name": "a", "skip_reason": "not found"}]}', True, "knows none of the packages"),
+        (
+            '{"dependencies": [{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "x"}]}',
+            True,
+            "1 of 2",
+        ),
+        (
+            '{"dependencies": [{"name": "a", "version": "1", "vulns": [{"id": "CVE-1"}, {"id": "CVE-2"}]}]}',
+            False,
+            "known vulnerabilities: a 1: CVE-1, CVE-2",
+        ),
+    ],
+)
+def test_a_known_vulnerability_fails_the_check_and_an_unreachable_source_is_a_line(answer, good, line):
+    found = runpy.run_path(str(ROOT / ".ci" / "audit.py"))["verdict"](answer)
+    assert found[0] is good and line in found[1]

@@ -94,7 +94,7 @@ def profile_values(folder: Path, family: str = "llama", rows: list | None = None
         "optim": {"lr": 1e-2, "accumulate": 2},
         "capture": {"mode": "eager", "warmup_rounds": 1, "verify_rounds": 1},
         "checkpoint": {"every": 3, "keep": 3},
-        "log": {"every": 2},
+        "log": {"every": 2, "wandb": "off"},
     }
     for section, keys in changes.items():
         values.setdefault(section, {}).update(keys)

@@ -1,6 +1,7 @@
 """A training in a process of its own, to be stopped, starved and killed. A fork server has imported torch for it."""
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import resource
@@ -52,7 +53,8 @@ def main(profile: str, run: str, options: tuple[str, ...], faults: dict) -> None
 
     Args:
         faults: slow_step, slow_disk: seconds that a step or a flush takes longer; die_at: (name, n), the nth call of
-            that function of the checkpoint module kills the process; largest_file: bytes.
+            that function of the checkpoint module kills the process; largest_file: bytes; unprivileged: modes of
+            files hold for root as well.
     """
     from draftgraph.engine import cli
     from draftgraph.engine.run.scheduler import Scheduler
@@ -67,6 +69,8 @@ def main(profile: str, run: str, options: tuple[str, ...], faults: dict) -> None
         slow(checkpoint, "flush", pause)
     if fatal := faults.get("die_at"):
         deadly(*fatal)
+    if faults.get("unprivileged"):
+        drop_capabilities()
     if (size := faults.get("largest_file")) is not None:
         # What is printed goes through another process: it would be refused as well.
         cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=err)
@@ -76,6 +80,12 @@ def main(profile: str, run: str, options: tuple[str, ...], faults: dict) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     resume = ["--resume"] if resumable(Path(run)) else []
     os._exit(cli.main(["train", profile, "--run", run, *resume, *options]))
+
+
+def drop_capabilities() -> None:
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    if ctypes.CDLL(None, use_errno=True).capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def slow(owner: object, name: str, seconds: float) -> None:

@@ -10,22 +10,28 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftgraph.engine.bench import kernels, steps
-from draftgraph.engine.bench.goals import GOALS, Goal
+from draftgraph.engine.bench import kernels, observers, overlap, steps
+from draftgraph.engine.bench.goals import FP8_GOALS, GOALS, Goal
 from draftgraph.engine.bench.protocol import Bench, Result
 from draftgraph.engine.show import bytes_text, columns_table
 from draftgraph.profiles.measure import receipt, write_receipt
 
 
 def bench(
-    workloads: list[str], out: Path, quick: bool, peer_rows: list[int] | None, console: Console
+    workloads: list[str],
+    out: Path,
+    quick: bool,
+    peer_rows: list[int] | None,
+    assignments: list[str],
+    console: Console,
 ) -> dict[str, Any]:
     """Measure the workloads in the order given; the summary of `draftgraph bench`.
 
     Args:
-        out: folder of the receipts, bench-WORKLOAD.json.
+        out: folder of the receipts, bench-WORKLOAD.json, or bench-WORKLOAD-fp8.json with a target in FP8.
         quick: fewer rows and cases; a receipt says so.
         peer_rows: rows of the peer's micro-steps in w27-var and w08-var.
+        assignments: section.key=value, over the workloads' profiles.
     """
     out.mkdir(parents=True, exist_ok=True)  # before minutes are spent on what could not be written
     run: dict[str, Callable[[Bench], Result]] = {
@@ -33,20 +39,24 @@ def bench(
         "w27-var": functools.partial(steps.w27_var, peer_rows=peer_rows),
         "w08-var": functools.partial(steps.w08_var, peer_rows=peer_rows),
         "target": steps.target,
+        "overlap": overlap.overlap,
         "attention": kernels.attention,
         "cross-entropy": kernels.cross_entropy,
         "optimizer": kernels.optimizer,
+        "observers": observers.observers,
     }
     started = time.perf_counter()
     if not torch.cuda.is_available():
         console.print("[bold]There is no GPU here: tiny shapes, which test the commands. These are no measurements.[/]")
-    handed = Bench(console, quick)
+    handed = Bench(console, quick, assignments)
     results, table, notes = {}, [], []
     for name in dict.fromkeys(workloads):
         result = run[name](handed)
         if not handed.on_gpu:  # nothing was measured, so nothing is compared
             result = dataclasses.replace(result, ratio=None, figures={})
-        goals = {goal.figure: {"bound": goal.bound, "met": goal.met(result.figures)} for goal in GOALS[name]}
+        fp8 = isinstance(result.profile, dict) and result.profile["target"]["precision"] == "fp8"
+        wanted = (FP8_GOALS if fp8 else GOALS)[name]
+        goals = {goal.figure: {"bound": goal.bound, "met": goal.met(result.figures)} for goal in wanted}
         content = receipt(
             name,
             result.profile,
@@ -55,18 +65,20 @@ def bench(
             ratio=result.ratio,
             ceiling_tflops=handed.ceiling_tflops,
         )
+        shown = {"ours": result.ours_text, "peer": result.peer_text, "share": result.share_text}
         extra = {
+            "shown": shown,
             "figures": result.figures,
             "goals": goals,
             "quick": quick,
+            "fp8_ceiling_tflops": handed.fp8_ceiling_tflops if fp8 else None,
             "sm_mhz_at_the_ceiling": handed.sm_mhz,
         }
-        path = out / f"bench-{name}.json"
+        path = out / f"bench-{name}{'-fp8' if fp8 else ''}.json"
         write_receipt(path, content | extra)
         results[name] = {"receipt": str(path), "ratio": result.ratio, "figures": result.figures, "goals": goals}
-        shown = {"ours": result.ours_text, "peer": result.peer_text, "ratio": number(result.ratio)}
-        table.append({"workload": name, **shown, "share": result.share_text})
-        notes += [f"{name}: {goal_text(goal, result.figures)}" for goal in GOALS[name]]
+        table.append({"workload": name, **shown, "ratio": number(result.ratio)})
+        notes += [f"{name}: {goal_text(goal, result.figures)}" for goal in wanted]
         del result
         handed.free()
     handed.say("done")

@@ -5,10 +5,11 @@ timed part. On the CPU the same code runs on host clocks, to be tested: such fig
 is a share of a ceiling is null there.
 """
 
+import functools
 import gc
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from draftgraph.capture.ceiling import matmul_ceiling
+from draftgraph.engine.config import Profile
 
 ROUNDS = 10
 
@@ -39,11 +41,13 @@ class Result:
 class Bench:
     """What every workload is handed: the device, the ceiling measured on it in this run, and a place to speak.
 
+    Args:
+        assignments: section.key=value, over the profiles of the workloads.
     Owns: nothing on the device once it is made.
     """
 
-    def __init__(self, console: Console, quick: bool):
-        self.console, self.quick = console, quick
+    def __init__(self, console: Console, quick: bool, assignments: Sequence[str] = ()):
+        self.console, self.quick, self.assignments = console, quick, assignments
         self.started = time.perf_counter()
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.say(f"bf16 matmul ceiling on {self.device}")
@@ -64,6 +68,20 @@ class Bench:
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
+
+    @functools.cached_property
+    def fp8_ceiling_tflops(self) -> float | None:
+        """The ceiling of products in FP8 with a scale per row, measured when it is first asked for."""
+        if not self.on_gpu:
+            return None
+        self.say(f"FP8 matmul ceiling on {self.device}")
+        found = matmul_ceiling(self.device, torch.float8_e4m3fn, rounds=30)
+        self.free()
+        return found
+
+    def target_ceiling(self, profile: Profile) -> float | None:
+        """Of the type in which the target's products run."""
+        return self.fp8_ceiling_tflops if profile.target.precision == "fp8" else self.ceiling_tflops
 
     def share_of_ceiling(self, flops: float, ms: float) -> float | None:
         return flops / ms / 1e9 / self.ceiling_tflops if self.ceiling_tflops else None

@@ -3,7 +3,8 @@
 The engine under measurement is the one that `draftgraph train` runs: the same warm-up, lanes, scheduler and data
 process. It lives in a spawned process of its own, so that all its memory is free when the peer starts, and nothing is
 warm from an earlier workload. Rows are those of the peer, the first N of the recorded lengths, in the buckets of all of
-them and in the schedule's order; a few come twice to fill the last step.
+them and in the schedule's order, and a few that follow and fill the last micro-batch of a bucket; some come twice to
+fill the last step.
 """
 
 import dataclasses
@@ -22,25 +23,21 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from draftgraph.capture.memory import MemoryWatch
-from draftgraph.capture.syncs import count_syncs
 from draftgraph.capture.verify import compare, eager_references
+from draftgraph.capture.watch import SteadyWatch
 from draftgraph.engine.bench.peer import specforge
 from draftgraph.engine.bench.protocol import ROUNDS, Bench, Clock, Result
 from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
-from draftgraph.engine.build import DTYPES, VerificationData, resolve_device
+from draftgraph.engine.build import DTYPES, VerificationData, load_targets, resolve_device
 from draftgraph.engine.config import Profile
 from draftgraph.engine.data.schedule import MicroBatch
 from draftgraph.engine.data.shards import Selected
 from draftgraph.engine.errors import RunError
-from draftgraph.engine.models.ops import require_fast_ops
-from draftgraph.engine.models.target import Target, load_model
 from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.run.buffers import BatchBuffer
 from draftgraph.engine.run.lanes import TargetLane
 from draftgraph.engine.run.metrics import figures
-from draftgraph.engine.run.scheduler import Scheduler
-from draftgraph.engine.train import readable_errors, warm_engine
+from draftgraph.engine.train import issue, readable_errors, schedule, warm_engine
 
 STALL = 3.0  # a step longer than this many medians is no steady state, for the peer and for us
 
@@ -78,7 +75,11 @@ def beside_peer(bench: Bench, profile: Profile, ours: dict[str, Any], measured: 
     def over(figure: str) -> float | None:
         return ours[figure] / max(line[figure] for line in measured.values()) if measured else None
 
-    floor = bench.ceiling_tflops and bench.ceiling_tflops * 1e12 / ours["flops_per_token"]
+    floor, ceilings = None, (bench.target_ceiling(profile), bench.ceiling_tflops)
+    if ceilings[0] and ceilings[1]:
+        target_flops = ours["target_flops_per_token"]
+        rest = ours["flops_per_token"] - target_flops
+        floor = 1e12 / (target_flops / ceilings[0] + rest / ceilings[1])
     ours["floor_tokens_per_s"] = floor
     share = ours[steady] / floor if floor else None
     best = max((line[steady] for line in measured.values()), default=None)
@@ -120,20 +121,22 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, warm_engine(plan, Path(folder), console) as (engine, evidence):
         steps = dealt(engine.schedule.at(0), profile.optim.accumulate, num_rows)
         drafter = engine.rig.drafters[0]
-        watch = MemoryWatch(engine.devices)
+        watch = SteadyWatch(engine.devices if profile.capture.mode == "graph" else [])
         started = time.perf_counter()
         with engine.loader(0) as (loader, rig):
-            scheduler = Scheduler(rig, loader, plan.lengths, 1, profile.optim.accumulate, 0)
+            scheduler, late = schedule(plan, rig, loader, 0)
             clock = Clock(drafter.device, drafter.lane.stream, len(steps) + 1)
-            watch.mark()
+            watch.open(0)
             clock.mark()
-            with count_syncs() as syncs:
-                for _ in steps:
-                    scheduler.step()
+            with watch.steady():
+                for number in range(1, len(steps) + 1):
+                    issue(scheduler, late, number)
+                    late.finished()
                     clock.mark()
-                    watch.mark()
+                    watch.mark(number)
             scheduler.drain()
             seconds = time.perf_counter() - started
+            watch.close()
         tokens = [sum(int(plan.lengths[b.row_ids].sum()) for b in step) for step in steps]
         batches = [batch for step in steps for batch in step]
         assert sum(tokens) == scheduler.real_tokens
@@ -153,7 +156,8 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
             "real_tokens_per_s_inclusive_without_verification": sum(tokens) / (inclusive - verification),
             "rows": num_trained,
             "tokens_per_row": sum(tokens) / num_trained,
-            "tokens_per_row_of_the_peer": float(plan.lengths.mean()),
+            "tokens_per_row_of_the_peer": float(plan.lengths[:num_rows].mean()),
+            "row_efficiency": plan.schedule.row_efficiency,
             "steps": len(steps),
             "micro_steps_per_step": profile.optim.accumulate,
             "stalled_steps": len(times) - len(steady),
@@ -161,11 +165,14 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
             "step_s_max": max(t for t, _ in times),
             "padding_efficiency": sum(tokens) / num_processed,
             "flops_per_token": sum(floor_flops(plan, b.row_ids) for b in batches) / sum(tokens),
+            "target_flops_per_token": float(plan.flops.target(1)),
+            "tap_errors": evidence["tap_errors"],
             "warmup_seconds": evidence["seconds"],
             "capture_seconds": evidence["seconds_by_phase"]["capture"],
             "verification_seconds": verification,
-            "host_syncs_per_step": None if syncs.value is None else syncs.value / len(steps),
-            **watch.report(),
+            "host_syncs_per_step": None if watch.host_syncs is None else watch.host_syncs / len(steps),
+            "steady_state": "; ".join(watch.findings) or "as warm-up left it",
+            **watch.memory.report(len(steps)),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
             "loss": last.loss,
             "graphs": [
@@ -176,13 +183,21 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
 
 
 def first_rows(plan: Plan, num_rows: int) -> Plan:
-    """The plan with only the first rows of its data, in those buckets of all of it that hold one of them."""
-    used, assignment = np.unique(plan.assignment[:num_rows], return_inverse=True)
+    """The plan with only the first rows of its data, and of each of their buckets the next ones that fill it.
+
+    Without these, slots of nearly every bucket would stay without a row, of which a whole epoch has next to none.
+    """
+    chosen = [np.arange(num_rows)]
+    for index, count in enumerate(np.bincount(plan.assignment[:num_rows])):
+        following = num_rows + np.flatnonzero(plan.assignment[num_rows:] == index)
+        chosen.append(following[: -count % plan.buckets[index].rows])
+    row_ids = np.concatenate(chosen)
+    used, assignment = np.unique(plan.assignment[row_ids], return_inverse=True)
     return dataclasses.replace(
         plan,
-        rows=Selected(plan.rows, np.arange(len(assignment))),
-        lengths=plan.lengths[:num_rows],
-        anchors=plan.anchors[:num_rows],
+        rows=Selected(plan.rows, row_ids),
+        lengths=plan.lengths[row_ids],
+        anchors=plan.anchors[row_ids],
         buckets=[plan.buckets[index] for index in used],
         assignment=assignment,
     )
@@ -214,12 +229,7 @@ def target(bench: Bench) -> Result:
     device, dtype = resolve_device(profile.placement.targets[0]), DTYPES[profile.target.dtype]
     bench.say(f"target: loading {profile.target.model}")
     with readable_errors(plan):
-        model = load_model(profile.target.model, dtype, device, profile.run.seed)
-        max_context = max(bucket.context for bucket in buckets)
-        extractor = Target(model, plan.shape.target_layer_ids, max_context, profile.target.forward)
-        if extractor.fused is None:
-            require_fast_ops(model, device, profile.capture.allow_fallback)
-        extractor.check_against_module()
+        extractor = load_targets(plan, [device], max(bucket.context for bucket in buckets))[device]
         layouts = {bucket: plan.layouts[bucket] for bucket in buckets}
         batch = BatchBuffer(layouts, plan.taps_size, dtype, device)
         lane = TargetLane("target 0", extractor, batch, profile.capture.mode, VerificationData(plan).fill).lane
@@ -237,7 +247,7 @@ def target(bench: Bench) -> Result:
                 lane.replay_timed(step)
         rows = {row.bucket: row for row in lane.evidence}
         lane.close()
-    per_bucket = {}
+    per_bucket, ceiling = {}, bench.target_ceiling(profile)
     for bucket in buckets:
         row = rows[bucket.name]
         num_tokens = bucket.rows * bucket.context
@@ -246,7 +256,7 @@ def target(bench: Bench) -> Result:
         per_bucket[bucket.name] = {
             "ms": ms,
             "tokens_per_s": num_tokens / ms * 1e3,
-            "ceiling_share": bench.share_of_ceiling(plan.flops.target(num_tokens), ms),
+            "ceiling_share": plan.flops.target(num_tokens) / ms / 1e9 / ceiling if ceiling else None,
             "eager_ms": row.eager_ms,
             "captured": row.replay_ms is not None,
         }
@@ -257,7 +267,11 @@ def target(bench: Bench) -> Result:
     largest = per_bucket[buckets[0].name]
     return Result(
         profile=dataclasses.asdict(profile),
-        ours={"buckets": per_bucket, "parameters": plan.flops.target_parameters},
+        ours={
+            "buckets": per_bucket,
+            "parameters": plan.flops.target_parameters,
+            "tap_errors": extractor.tap_errors or None,
+        },
         peer=None,
         ratio=None,
         ours_text=f"{largest['ms']:.1f} ms",

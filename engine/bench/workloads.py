@@ -19,5 +19,5 @@ TINY = [
 
 
 def load(bench: Bench, name: str, assignments: tuple[str, ...] = ()) -> Profile:
-    # What is measured is training alone.
-    return load_profile(name, [*([] if bench.on_gpu else TINY), "eval.every=0", *assignments])
+    """A shipped profile, with what the workload and then the user sets; what is measured is training alone."""
+    return load_profile(name, [*([] if bench.on_gpu else TINY), "eval.every=0", *assignments, *bench.assignments])

@@ -105,6 +105,11 @@ class Loader:
         # Asked while `next` waits for data that is late: is the run to end?
         self.give_up: Callable[[], bool] = lambda: False
 
+    @property
+    def pid(self) -> int:
+        """The data process."""
+        return self._process.pid
+
     def next(self) -> tuple[int, MicroBatch]:
         """Wait for the next micro-batch: the slot it lies in, and what it is."""
         assert self._taken - self._released < len(self.buffers), "every slot is taken: release one first"

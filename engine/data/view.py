@@ -5,7 +5,11 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.text import Text
+
+from draftgraph.engine.data.shards import ShardReader
+from draftgraph.engine.errors import UsageError
 
 # Around supervised text where there is no colour.
 MARKS = ("\u27e6", "\u27e7")
@@ -28,6 +32,28 @@ def row_text(tokenizer: Any, input_ids: np.ndarray, loss_mask: np.ndarray, colou
         else:
             text.append(decoded.join(MARKS) if supervised else decoded)
     return text
+
+
+def show_shard_rows(folder: str, rows: list[int], tokenizer: Any, console: Console) -> dict[str, Any]:
+    """Print rows of a shard folder by their numbers, supervised tokens marked.
+
+    Returns:
+        A summary: the rows, their tokens and supervised tokens.
+    Raises:
+        UsageError: it has no such row. DataError: it is damaged.
+    """
+    reader, coloured = ShardReader(folder), console.color_system is not None
+    beyond = [row for row in rows if row >= len(reader)]
+    if beyond:
+        raise UsageError(f"prepare: {folder} has rows 0 to {len(reader) - 1}, found --show-rows {beyond[0]}")
+    counts = []
+    for row in rows:
+        ids, mask = reader[row]
+        counts.append((len(ids), int(mask.sum())))
+        console.rule(Text(f"row {row}: {counts[-1][1]} of {counts[-1][0]} tokens supervised"), align="left")
+        console.print(row_text(tokenizer, ids, mask, coloured))
+    tokens, supervised = zip(*counts, strict=True)
+    return {"rows": rows, "tokens": sum(tokens), "supervised_tokens": sum(supervised)}
 
 
 def _runs(input_ids: np.ndarray, loss_mask: np.ndarray) -> Iterator[tuple[bool, list[int]]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from draftgraph.engine.models.stacked_linear import stacked_linear
 from draftgraph.kernels import fused, reference
@@ -136,7 +137,7 @@ class Attention(nn.Module):
         out = ops.anchor_attention(
             q, context_k, context_v, block_k, block_v, *anchors, self.window, self.head_dim**-0.5
         )
-        return self.o_proj(out.flatten(-2))
+        return stacked_linear(out.flatten(-2), self.o_proj.weight)
 
     def context_keys(self, context: Context) -> ContextKeys:
         weights, g = (self.k_proj.weight, self.v_proj.weight), self.num_kv_heads
@@ -154,7 +155,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, ops: Any) -> Tensor:
-        return self.down_proj(ops.swiglu(stacked_linear(x, self.gate_proj.weight, self.up_proj.weight)))
+        gated = ops.swiglu(stacked_linear(x, self.gate_proj.weight, self.up_proj.weight))
+        return stacked_linear(gated, self.down_proj.weight)
 
 
 class DrafterLayer(nn.Module):
@@ -174,11 +176,15 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable part. `max_context` sizes the rotary table; nothing else depends on it."""
+    """The trainable part. `max_context` sizes the rotary table; nothing else depends on it.
 
-    def __init__(self, shape: DrafterShape, max_context: int):
+    Args:
+        recompute: keep each layer's input for its backward, not its activations; the same bits.
+    """
+
+    def __init__(self, shape: DrafterShape, max_context: int, recompute: bool = False):
         super().__init__()
-        self.shape = shape
+        self.shape, self.recompute = shape, recompute
         self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(shape, i) for i in range(shape.num_layers))
@@ -214,7 +220,7 @@ class Drafter(nn.Module):
     def context(self, target_hidden: Tensor, positions: Tensor) -> Context:
         """The taps [R, S, N*D] of context tokens, as layers take them."""
         ops = fused if target_hidden.is_cuda else reference
-        hidden, _ = self.hidden_norm(ops, self.fc(target_hidden))
+        hidden, _ = self.hidden_norm(ops, stacked_linear(target_hidden, self.fc.weight))
         return Context(ops, hidden, positions, self.rotary.cos, self.rotary.sin)
 
     def draft(
@@ -238,7 +244,11 @@ class Drafter(nn.Module):
         )
         x, update = block_embeddings, None
         for layer in self.layers:
-            x, update = layer(x, update, blocks)
+            if self.recompute and torch.is_grad_enabled():
+                # NOTE: no state of a generator, which a capture would refuse; nothing here draws.
+                x, update = checkpoint(layer, x, update, blocks, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, update = layer(x, update, blocks)
         return self.norm(ops, x, update)[0]
 
 

@@ -1,9 +1,8 @@
-"""The drafter as the inference engines read it: z-lab's layout, which SGLang and vLLM load by its tensor names.
+"""The drafter as the inference engines read it: z-lab's form (SGLang, vLLM) or that of the speculators library (vLLM).
 
 Promises: config.json, model.safetensors and a model card appear together or not at all; tensors carry z-lab's names
-without a prefix (SGLang ignores names that it does not know and would serve a random drafter); what was written can
-be read back and is checked name by name.
-Does not do: the embedding and the lm_head, which every engine takes from the target.
+without a prefix (SGLang ignores names that it does not know and would serve a random drafter).
+Does not do: reading (`released`); the embedding and the lm_head, which every engine takes from the target.
 """
 
 import json
@@ -12,90 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
-from draftgraph.engine.errors import DataError, RunError, UsageError
-from draftgraph.engine.models.drafter import Drafter, DrafterShape
+from draftgraph.engine.errors import RunError, UsageError
+from draftgraph.engine.models.card import model_card
+from draftgraph.engine.models.drafter import Drafter
+from draftgraph.engine.models.export_config import speculators_config, zlab_config
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-
-
-def zlab_config(shape: DrafterShape, target_config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json; several facts stand in it twice because its readers look in different places."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": shape.block_size,
-        "dflash_config": {
-            "block_size": shape.block_size,
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(shape.target_layer_ids),
-        },
-        "num_target_layers": shape.num_target_layers,
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": target_config.max_position_embeddings,
-        "layer_types": list(shape.layer_types),
-        "sliding_window": shape.sliding_window,
-        "use_sliding_window": "sliding_attention" in shape.layer_types,
-        "max_window_layers": shape.num_layers,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rms_norm_eps": shape.rms_norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "bos_token_id": target_config.bos_token_id,
-        "eos_token_id": target_config.eos_token_id,
-        "dtype": dtype_name,
-        "torch_dtype": dtype_name,
-    }
-
-
-def model_card(shape: DrafterShape, card: dict[str, Any]) -> str:
-    """README.md: what this is, how to serve it, and the facts of its run."""
-    target = card.get("base_model", "TARGET")
-    front = [f"base_model: {json.dumps(target)}"] if "base_model" in card else []
-    facts = [f"| {name} | {value} |" for name, value in card.items()]
-    return "\n".join(
-        [
-            "---",
-            *front,
-            "tags: [dflash, speculative-decoding]",
-            "---",
-            "# DFlash drafter",
-            "",
-            f"Proposes {shape.block_size - 1} tokens at a time for `{target}`, which checks them in one forward: the",
-            f"answers stay its own. {shape.num_parameters:,} parameters in {shape.num_layers} layers; embedding and",
-            "lm_head are the target's and not in here. Trained with draftgraph.",
-            "",
-            "| what | value |",
-            "|---|---|",
-            *facts,
-            "",
-            "Acceptance lengths count the bonus token, the one that the target adds itself.",
-            "",
-            "## Serve",
-            "",
-            f"    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\",
-            f"        --speculative-draft-model-path FOLDER --speculative-num-draft-tokens {shape.block_size}",
-            f"    vllm serve {target} --speculative-config \\",
-            f'        \'{{"method": "dflash", "model": "FOLDER", "num_speculative_tokens": {shape.block_size - 1}}}\'',
-            "",
-        ]
-    )
 
 
 def replaceable(folder: Path) -> bool:
@@ -112,20 +35,22 @@ def replaceable(folder: Path) -> bool:
     return architectures == ["DFlashDraftModel"] and names <= {CONFIG, WEIGHTS, CARD}
 
 
-def export_zlab(
+def export_drafter(
     folder: Path,
     drafter: Drafter,
     target_config: Any,
     *,
+    form: str = "zlab",
     dtype: torch.dtype = torch.bfloat16,
     card: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write the drafter for z-lab's code, SGLang and vLLM; an earlier export in `folder` is replaced.
+    """Write the drafter for the inference engines; an earlier export in `folder` is replaced.
 
     Args:
         folder: where to; a folder that holds something other than an export is refused.
         drafter: on any device.
         target_config: the target's text configuration.
+        form: "zlab" or "speculators"; the latter names the target in config.json, where its library finds it.
         dtype: of the tensors in the file.
         card: facts for the model card, name to value; `base_model` is the target's name.
     Returns:
@@ -138,6 +63,10 @@ def export_zlab(
         raise UsageError(
             f"export: {folder} exists and is not an exported drafter and nothing else. Name another --out, or empty it"
         )
+    if form == "zlab":
+        config = zlab_config(drafter.shape, target_config, dtype)
+    else:
+        config = speculators_config(drafter.shape, target_config, dtype, card["base_model"])
     # copy=True: the parameters may be views of one flat buffer, which safetensors would refuse or write whole.
     tensors = {name: p.detach().to("cpu", dtype, copy=True) for name, p in drafter.named_parameters()}
     fresh, old = (folder.with_name(f".{folder.name}.{state}") for state in ("new", "old"))
@@ -145,9 +74,8 @@ def export_zlab(
         for leftover in (fresh, old):
             shutil.rmtree(leftover, ignore_errors=True)
         fresh.mkdir(parents=True)
-        config = zlab_config(drafter.shape, target_config, dtype)
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (fresh / CARD).write_text(model_card(drafter.shape, card), encoding="utf-8")
+        (fresh / CARD).write_text(model_card(drafter.shape, card, form), encoding="utf-8")
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         if folder.exists():
             folder.rename(old)
@@ -156,51 +84,4 @@ def export_zlab(
     except OSError as error:
         raise RunError(f"export: cannot write {folder}: {error}. Check the disk and the permissions") from error
     parameters = sum(t.numel() for t in tensors.values())
-    return {"format": "zlab", "path": str(folder), "tensors": len(tensors), "parameters": parameters}
-
-
-def load_zlab(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
-    """Read an exported drafter back: its shape, and its tensors on the CPU in the file's dtype.
-
-    Raises:
-        DataError: a file, a field or a tensor is missing, unexpected or of another shape.
-    """
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        state = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{folder} is not an exported drafter: {error}. Expected {CONFIG} and {WEIGHTS}") from error
-    try:
-        shape = DrafterShape(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            block_size=config["block_size"],
-            vocab_size=config["vocab_size"],
-            mask_token_id=config["dflash_config"]["mask_token_id"],
-            target_layer_ids=tuple(config["dflash_config"]["target_layer_ids"]),
-            num_target_layers=config["num_target_layers"],
-            layer_types=tuple(config["layer_types"]),
-            sliding_window=config["sliding_window"],
-            rope_theta=config["rope_theta"],
-            rms_norm_eps=config["rms_norm_eps"],
-        )
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / CONFIG} does not describe a DFlash drafter; missing or wrong: {error}") from error
-    with torch.device("meta"):
-        expected = {name: tuple(p.shape) for name, p in Drafter(shape, max_context=1).named_parameters()}
-    found = {name: tuple(t.shape) for name, t in state.items()}
-    if found != expected:
-        wrong = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
-        wrong += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]
-        wrong += [
-            f"{n} is {found[n]}, expected {expected[n]}"
-            for n in sorted(expected.keys() & found.keys())
-            if found[n] != expected[n]
-        ]
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise DataError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {'; '.join(wrong[:8])}{more}")
-    return shape, state
+    return {"format": form, "path": str(folder), "tensors": len(tensors), "parameters": parameters}

@@ -5,9 +5,12 @@ not need; no mask, no cache, no wait; the untouched module still computes the sa
 Where rounding differs from the module (in float32 they agree to 1e-5): the module rounds after each elementwise op,
 here each fused kernel (sum and norm, norm and rotation, SwiGLU, gate) computes in float32 and rounds its results once;
 rotary tables stay in float32; the residual stream is rounded once per sum, as in the module.
+In FP8 (`quantised`) every product takes weights that were quantised once and rows that the kernel before it quantised;
+what is not a product stays as it is, and the module's own weights are given up.
 Does not do: windows shorter than the context (the module's loop does them), dropout, gradients.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +22,7 @@ from draftgraph.engine.errors import CaptureError
 from draftgraph.engine.models.stacked_linear import stack
 from draftgraph.kernels import fused as kernels
 from draftgraph.kernels import reference
+from draftgraph.kernels.reference import Quantised
 
 # Largest relative difference of one layer's output, per token, from the module's own: roundings of float32 in fla's
 # tensor-core products, of bfloat16 in everything. A wrong layer differs by 0.1 and more.
@@ -41,6 +45,37 @@ class Projection:
         return self(x).split(self.sizes, -1)
 
 
+class QuantisedProjection:
+    """The same in FP8. The layers' own weights are empty afterwards.
+
+    Raises:
+        CaptureError: the device's products in FP8 do not take these sizes.
+    """
+
+    def __init__(self, ops: Any, *layers: nn.Linear):
+        self.ops, self.sizes, self.dtype = ops, [layer.out_features for layer in layers], layers[0].weight.dtype
+        whole = Projection(*layers)
+        if whole.weight.is_cuda and any(size % 16 for size in whole.weight.shape):
+            raise CaptureError(
+                f"a product of {whole.weight.shape[1]} to {len(whole.weight)} features is not possible in FP8: both "
+                'must be multiples of 16; write target.precision = "own"'
+            )
+        self.weight, self.bias = ops.quantise_rows(whole.weight), whole.bias
+        for layer in layers:
+            layer.weight.data = layer.weight.new_empty(0)
+
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
+        x = x if isinstance(x, Quantised) else self.ops.quantise_rows(x)
+        return self.ops.scaled_linear(x, self.weight, self.bias, self.dtype)
+
+    def split(self, x: Tensor | Quantised) -> tuple[Tensor, ...]:
+        return self(x).split(self.sizes, -1)
+
+
+# What makes the products of a forward out of linear layers.
+Project = Callable[..., Projection | QuantisedProjection]
+
+
 def join(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor of all rows; the parameters become views of it, so that nothing is held twice.
 
@@ -55,18 +90,18 @@ def join(parameters: Sequence[Tensor]) -> Tensor:
 class Mlp:
     """SwiGLU, its gate and up projections in one GEMM."""
 
-    def __init__(self, module: Any, ops: Any):
-        self.gate_up, self.down = Projection(module.gate_proj, module.up_proj), Projection(module.down_proj)
-        self.ops = ops
+    def __init__(self, module: Any, project: Project, swiglu: Callable[[Tensor], Any]):
+        self.gate_up, self.down = project(module.gate_proj, module.up_proj), project(module.down_proj)
+        self.swiglu = swiglu
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.swiglu(self.gate_up(x)))
+    def __call__(self, x: Any) -> Tensor:
+        return self.down(self.swiglu(self.gate_up(x)))
 
 
 # cos and sin, [max_context, rotary dims] float32, and the row of each token, [S].
 Rotary = tuple[Tensor, Tensor, Tensor]
-# What mixes the tokens of a layer: normed hidden states [R, S, D] in, [R, S, D] out.
-Mixer = Callable[[Tensor, Rotary], Tensor]
+# What mixes the tokens of a layer: normed hidden states [R, S, D], perhaps quantised, in, [R, S, D] out.
+Mixer = Callable[[Any, Rotary], Tensor]
 
 
 class FusedForward:
@@ -76,16 +111,31 @@ class FusedForward:
         decoder: text decoder of transformers, on its device, frozen.
         target_layer_ids: ascending.
         max_context: the largest S.
+        final: run to the last layer, and extract its output after the final norm behind the taps.
+        quantised: in FP8; afterwards the decoder's linear layers have no weights.
     Owns: rotary tables; the joined weights, of which the module's parameters become views.
     """
 
     zero_centred = False  # are the norms' weights 1 + w
 
-    def __init__(self, decoder: Any, target_layer_ids: tuple[int, ...], max_context: int):
+    def __init__(
+        self,
+        decoder: Any,
+        target_layer_ids: tuple[int, ...],
+        max_context: int,
+        final: bool = False,
+        quantised: bool = False,
+    ):
+        self.quantised = quantised
         self.embedding, self.target_layer_ids = decoder.embed_tokens, target_layer_ids
         self.family, self.eps = decoder.config.model_type, decoder.config.rms_norm_eps
         device = self.embedding.weight.device
         self.ops: Any = kernels if device.type == "cuda" else reference
+        self.project: Project = functools.partial(QuantisedProjection, self.ops) if quantised else Projection
+        ending = "_quantised" if quantised else ""
+        self.rms_norm = getattr(self.ops, f"rms_norm{ending}")
+        self.add_rms_norm = getattr(self.ops, f"add_rms_norm{ending}")
+        swiglu = getattr(self.ops, f"swiglu{ending}")
         self.positions = torch.arange(max_context, device=device)
         # M-RoPE of text: the same position on all three axes.
         axes = (3, 1, -1) if hasattr(decoder.rotary_emb, "mrope_section") else (1, -1)
@@ -93,8 +143,9 @@ class FusedForward:
         with torch.no_grad():
             self.cos, self.sin = (x[0].contiguous() for x in decoder.rotary_emb(example, self.positions.expand(axes)))
         self.layers, self.norms = [], []
-        for layer in decoder.layers[: max(target_layer_ids) + 1]:
-            self.layers.append((self.mixer(layer), Mlp(layer.mlp, self.ops)))
+        self.final_norm = decoder.norm.weight.detach() if final else None
+        for layer in decoder.layers[: len(decoder.layers) if final else max(target_layer_ids) + 1]:
+            self.layers.append((self.mixer(layer), Mlp(layer.mlp, self.project, swiglu)))
             self.norms.append((layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()))
             if device.type == "cuda":
                 # What was joined lay in blocks of its own, too small for the next layer's.
@@ -105,7 +156,9 @@ class FusedForward:
 
     def resolved_ops(self) -> dict[str, str]:
         """What the evidence names: this forward, and the functions of other packages under it."""
-        return {"forward": f"{type(self).__module__}.{type(self).__qualname__}"}
+        named = {"forward": f"{type(self).__module__}.{type(self).__qualname__}"}
+        linear = self.ops.scaled_linear
+        return {**named, "linear": f"{linear.__module__}.{linear.__qualname__}"} if self.quantised else named
 
     @torch.no_grad()
     def extract(self, input_ids: Tensor, taps: Tensor) -> None:
@@ -113,26 +166,33 @@ class FusedForward:
         rotary = (self.cos, self.sin, self.positions[: input_ids.shape[1]])
         x = self.embedding(input_ids)
         size = x.shape[-1]
-        normed = self.ops.rms_norm(x, self.norms[0][0], self.eps, self.zero_centred)
+        normed = self.rms_norm(x, self.norms[0][0], self.eps, self.zero_centred)
         last = len(self.layers) - 1
         for i, (mixer, mlp) in enumerate(self.layers):
-            normed, x = self.ops.add_rms_norm(mixer(normed, rotary), x, self.norms[i][1], self.eps, self.zero_centred)
+            normed, x = self.add_rms_norm(mixer(normed, rotary), x, self.norms[i][1], self.eps, self.zero_centred)
             out = mlp(normed)
-            if i == last:
+            if i == last and self.final_norm is None:
                 torch.add(x, out, out=taps[..., -size:])
                 return
-            normed, x = self.ops.add_rms_norm(out, x, self.norms[i + 1][0], self.eps, self.zero_centred)
+            if i == last:
+                normed, x = self.ops.add_rms_norm(out, x, self.final_norm, self.eps, self.zero_centred)
+                taps[..., -size:].copy_(normed)
+                return
+            normed, x = self.add_rms_norm(out, x, self.norms[i + 1][0], self.eps, self.zero_centred)
             if i in self.target_layer_ids:
                 n = self.target_layer_ids.index(i)
                 taps[..., n * size : (n + 1) * size].copy_(x)
 
     def layer(self, i: int, x: Tensor) -> Tensor:
-        """Layer i alone: its input [R, S, D] to its output."""
+        """Layer i alone: its input [R, S, D] to its output; of the last one after the final norm, where that is run."""
         mixer, mlp = self.layers[i]
-        normed = self.ops.rms_norm(x, self.norms[i][0], self.eps, self.zero_centred)
+        normed = self.rms_norm(x, self.norms[i][0], self.eps, self.zero_centred)
         mixed = mixer(normed, (self.cos, self.sin, self.positions[: x.shape[1]]))
-        normed, x = self.ops.add_rms_norm(mixed, x, self.norms[i][1], self.eps, self.zero_centred)
-        return x + mlp(normed)
+        normed, x = self.add_rms_norm(mixed, x, self.norms[i][1], self.eps, self.zero_centred)
+        x = x + mlp(normed)
+        if self.final_norm is not None and i == len(self.layers) - 1:
+            return self.ops.rms_norm(x, self.final_norm, self.eps, self.zero_centred)
+        return x
 
     def check_against_module(self, input_ids: Tensor, states: Sequence[Tensor]) -> None:
         """Each layer with the module's on the module's own input, and the taps with a chain of these layers.
@@ -140,7 +200,7 @@ class FusedForward:
         Layer by layer, because rounding adds up over layers until it hides a mistake.
 
         Args:
-            states: the module's hidden states, before the first layer and after each.
+            states: the module's hidden states, before the first layer and after each; the last after the final norm.
         Raises:
             CaptureError: a fused layer does not compute what the module's does.
         """
@@ -148,7 +208,7 @@ class FusedForward:
         for i in range(len(self.layers)):
             self.require_close(self.layer(i, states[i]), states[i + 1], f"layer {i}")
             x = self.layer(i, x)
-            if i in self.target_layer_ids:
+            if i in self.target_layer_ids or (self.final_norm is not None and i == len(self.layers) - 1):
                 tapped.append(x)
         expected = torch.cat(tapped, -1)
         taps = torch.empty_like(expected)
@@ -164,9 +224,13 @@ class FusedForward:
             )
 
 
+def token_differences(found: Tensor, expected: Tensor) -> Tensor:
+    """Of each token: in many models the first one is so large that it would hide the others."""
+    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
 def worst_token_difference(found: Tensor, expected: Tensor) -> Tensor:
-    """Of the worst token: in many models the first one is so large that it would hide the others."""
-    return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+    return token_differences(found, expected).max()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from draftgraph.engine.errors import CaptureError
-from draftgraph.engine.models.fused import FusedForward, Mixer, Projection, Rotary, attend
+from draftgraph.engine.models.fused import FusedForward, Mixer, Project, Rotary, attend
 from draftgraph.kernels import fused as kernels
 from draftgraph.kernels.gated_delta import implementation
 
@@ -17,15 +17,22 @@ from draftgraph.kernels.gated_delta import implementation
 class FusedQwen35(FusedForward):
     zero_centred = True
 
-    def __init__(self, decoder: Any, target_layer_ids: tuple[int, ...], max_context: int):
+    def __init__(
+        self,
+        decoder: Any,
+        target_layer_ids: tuple[int, ...],
+        max_context: int,
+        final: bool = False,
+        quantised: bool = False,
+    ):
         if decoder.embed_tokens.weight.is_cuda:
             require_fla()
-        super().__init__(decoder, target_layer_ids, max_context)
+        super().__init__(decoder, target_layer_ids, max_context, final, quantised)
 
     def mixer(self, layer: Any) -> Mixer:
         if hasattr(layer, "self_attn"):
-            return GatedAttention(layer.self_attn, self.ops, self.eps)
-        return GatedDelta(layer.linear_attn, self.ops, self.eps)
+            return GatedAttention(layer.self_attn, self.ops, self.eps, self.project)
+        return GatedDelta(layer.linear_attn, self.ops, self.eps, self.project)
 
     def resolved_ops(self) -> dict[str, str]:
         rule = implementation() if self.ops is kernels else self.ops.gated_delta
@@ -46,14 +53,14 @@ def require_fla() -> None:
 class GatedAttention:
     """Grouped-query attention with normed, partly rotated heads and a sigmoid gate; one input GEMM."""
 
-    def __init__(self, module: Any, ops: Any, eps: float):
+    def __init__(self, module: Any, ops: Any, eps: float, project: Project):
         # Each head of q_proj is followed by its gate.
-        self.qkv = Projection(module.q_proj, module.k_proj, module.v_proj)
-        self.out = Projection(module.o_proj)
+        self.qkv = project(module.q_proj, module.k_proj, module.v_proj)
+        self.out = project(module.o_proj)
         self.head_dim, self.ops, self.eps = module.head_dim, ops, eps
         self.q_norm, self.k_norm = module.q_norm.weight, module.k_norm.weight
 
-    def __call__(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def __call__(self, x: Any, rotary: Rotary) -> Tensor:
         q_and_gate, k, v = self.qkv.split(x)
         q, gate = q_and_gate.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))
@@ -65,9 +72,9 @@ class GatedAttention:
 class GatedDelta:
     """Gated DeltaNet: one input GEMM, convolution with the heads' norm, delta rule, gated norm, output GEMM."""
 
-    def __init__(self, module: Any, ops: Any, eps: float):
-        self.qkvzba = Projection(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
-        self.out = Projection(module.out_proj)
+    def __init__(self, module: Any, ops: Any, eps: float, project: Project):
+        self.qkvzba = project(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+        self.out = project(module.out_proj)
         self.ops, self.eps = ops, eps
         key_size, value_size = module.key_dim, module.value_dim
         self.sizes = [key_size, key_size, value_size, value_size, module.num_v_heads, module.num_v_heads]
@@ -75,7 +82,7 @@ class GatedDelta:
         self.conv = module.conv1d.weight.detach().squeeze(1).split(self.sizes[:3])
         self.norm, self.A_log, self.dt_bias = module.norm.weight, module.A_log, module.dt_bias
 
-    def __call__(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def __call__(self, x: Any, rotary: Rotary) -> Tensor:
         *wide, b, a = self.qkvzba(x).split(self.sizes, -1)
         q, k, v, z = (part.unflatten(-1, (-1, size)) for part, size in zip(wide, self.head_sizes, strict=True))
         q, k = (self.ops.causal_conv(part, weight, True) for part, weight in zip((q, k), self.conv[:2], strict=True))

@@ -1,8 +1,9 @@
-"""The DFlash loss: linear cross-entropy over draft slots, chunked, with gradients formed in the forward pass.
+"""The DFlash loss: linear cross-entropy over draft slots, chunked, with gradients formed in the forward pass; or the
+divergence from the target's own distributions.
 
-Promises: one workspace of `chunk_slots` rows of logits for all chunks; the sum of weighted losses and the sum of
-weights, never their ratio (the optimizer divides once, by the global weight); fixed shapes; no host syncs.
-The lm_head is frozen: no gradient to it is formed.
+Promises: one workspace of `chunk_slots` rows of logits for all chunks (two for the divergence); the sum of weighted
+losses and the sum of what divides it, never their ratio (the optimizer divides once, globally); fixed shapes; no host
+syncs. The lm_head is frozen: no gradient to it is formed.
 """
 
 from dataclasses import dataclass
@@ -19,14 +20,24 @@ from draftgraph.kernels import reference
 class LossRule:
     """Which slots count how much.
 
-    kind "decay": weight exp(-(k-1)/gamma), gamma 0 = no decay; the sum is divided by the sum of weights.
-    kind "dpace" (arXiv 2605.18810): weights from the drafter's own probabilities, `alpha` their floor; the sum is
-    divided by the number of rows.
+    kind "decay": weight exp(-(k-1)/gamma), gamma 0 = no decay.
+    kind "dpace" (arXiv 2605.18810): weights from the drafter's own probabilities, `alpha` their floor.
+    labels: what slot k of anchor a is compared with. "data": the token at a + k. From the target's own distribution at
+    a + k - 1, given the data up to there: "argmax": its best token; "target": all of it, by the divergence KL(target ||
+    drafter), whose weights cannot be D-PACE's.
+    norm: what the sum is divided by. "weights": their sum; "slots": the number of slots that count; "rows": rows with a
+    valid block; "auto": "weights" for decay, "rows" for D-PACE.
     """
 
     kind: str = "decay"
     gamma: float = 0.0
     alpha: float = 0.5
+    labels: str = "data"
+    norm: str = "auto"
+
+    @property
+    def divides_by(self) -> str:
+        return self.norm if self.norm != "auto" else {"decay": "weights", "dpace": "rows"}[self.kind]
 
 
 @dataclass(frozen=True)
@@ -61,15 +72,23 @@ def slot_weights(counted: Tensor, cross_entropy: Tensor | None, rule: LossRule) 
     return mask * torch.exp(-k / rule.gamma)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """sum(w * ce) with the gradient to the hidden states formed chunk by chunk in the forward pass.
+@dataclass(frozen=True)
+class TargetStates:
+    """Where the target's own distributions come from: its last hidden states, after its final norm."""
+
+    rows: Tensor  # [R*S, D], rows may lie apart
+    index: Tensor  # [B, K-1] int64: row of the state that predicts each slot
+
+
+class _LinearLoss(torch.autograd.Function):
+    """sum(w * loss) with the gradient to the hidden states formed chunk by chunk in the forward pass.
 
     NOTE: hidden [B, K, D] comes with slot 0, whose gradient is written as zero: autograd would pad that of a slice, at
     the price of two passes.
     """
 
     @staticmethod
-    def forward(ctx, hidden, lm_head, labels, counted, rule, blocks_per_chunk):
+    def forward(ctx, hidden, lm_head, labels, counted, rule, blocks_per_chunk, target):
         num_blocks, block_size, _ = hidden.shape
         grad = torch.empty_like(hidden)
         grad[:, 0] = 0.0
@@ -81,14 +100,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ops = cross_entropy_kernels if hidden.is_cuda else reference
         slots = min(blocks_per_chunk, num_blocks) * (block_size - 1)
         logits, states = hidden.new_empty(slots, len(lm_head)), hidden.new_empty(slots, hidden.shape[-1])
+        # Of the target's distribution, its best token is read before the drafter's logits take the workspace.
+        target_logits = torch.empty_like(logits) if rule.labels == "target" else logits
         for start in range(0, num_blocks, blocks_per_chunk):
             part = slice(start, min(start + blocks_per_chunk, num_blocks))
             label = labels[part].flatten()
             rows, state = logits[: len(label)], states[: len(label)]
+            if target is not None:
+                others = target_logits[: len(label)]
+                torch.index_select(target.rows, 0, target.index[part].flatten(), out=state)
+                torch.mm(state, lm_head.T, out=others)
+                if rule.labels == "argmax":
+                    label = others.argmax(-1)
             blocks = state.view_as(hidden[part, 1:])
             blocks.copy_(hidden[part, 1:])
             torch.mm(state, lm_head.T, out=rows)
-            if known:
+            if rule.labels == "target":
+                ce, best, label = ops.divergence_gradient_(rows, others, weights[part].flatten())
+                cross_entropy[part] = ce.view_as(cross_entropy[part])
+            elif known:
                 ce, best = ops.cross_entropy_gradient_(rows, label, weights[part].flatten())
                 cross_entropy[part] = ce.view_as(cross_entropy[part])
             else:
@@ -107,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _weights, _correct):
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -131,6 +161,7 @@ def dflash_loss(
     anchor_valid: Tensor,
     rule: LossRule,
     chunk_slots: int,
+    target_states: Tensor | None = None,
 ) -> LossSums:
     """The loss of one micro-step.
 
@@ -139,24 +170,39 @@ def dflash_loss(
         lm_head: [V, D], the target's, frozen, same dtype as hidden.
         input_ids: [R, S] int64; loss_mask: [R, S] bool or uint8.
         anchor_positions: [R, A] int32; anchor_valid: [R, A] bool.
-        chunk_slots: rows of logits held at once; whole blocks are taken, at least one.
+        chunk_slots: rows of logits held at once (twice for the divergence); whole blocks are taken, at least one.
+        target_states: [R, S, D], the target's last hidden states after its final norm, for labels that come from there.
     Source: DFlash paper, training loss; D-PACE (arXiv 2605.18810) for rule.kind "dpace".
     """
     block_size = hidden.shape[2]
     targets = slot_targets(input_ids, loss_mask, anchor_positions, anchor_valid, block_size)
     counted = targets.counted.flatten(0, 1)
-    loss, weights, correct = _LinearCrossEntropy.apply(
+    own = None
+    if rule.labels != "data":
+        assert target_states is not None
+        num_rows, num_context, _ = target_states.shape
+        # The state at a + k - 1 predicts slot k.
+        before = anchor_positions.long()[..., None] + torch.arange(block_size - 1, device=hidden.device)
+        first = num_context * torch.arange(num_rows, device=hidden.device).view(-1, 1, 1)
+        own = TargetStates(target_states.flatten(0, 1), (first + before.clamp(max=num_context - 1)).flatten(0, 1))
+    loss, weights, correct = _LinearLoss.apply(
         hidden.flatten(0, 1),
         lm_head,
         targets.labels.flatten(0, 1),
         counted,
         rule,
         max(1, chunk_slots // (block_size - 1)),
+        own,
     )
     matches = (correct & counted).float()
     blocks = anchor_valid.sum(dtype=torch.float32)
-    # D-PACE divides by rows; a row counts where it holds a valid block: pad rows of a bucket do not dilute the mean.
-    weight = anchor_valid.any(-1).sum(dtype=torch.float32) if rule.kind == "dpace" else weights.sum()
+    divisors = {
+        "weights": weights,
+        "slots": counted,
+        # A row counts where it holds a valid block: pad rows of a bucket do not dilute the mean.
+        "rows": anchor_valid.any(-1),
+    }
+    weight = divisors[rule.divides_by].sum(dtype=torch.float32)
     return LossSums(
         loss=loss,
         weight=weight,

@@ -10,25 +10,34 @@ Does not do: padding masks. Rows are right-padded and every op is causal, so pad
 import functools
 import importlib.util
 import json
-import logging
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from rich.progress import Progress
 from torch import Tensor
 
 from draftgraph.capture.syncs import count_syncs
 from draftgraph.engine.errors import UsageError
-from draftgraph.engine.models.forward import choose_forward
-from draftgraph.engine.models.fused import worst_token_difference
+from draftgraph.engine.models.contexts import device_defaults, quiet
+from draftgraph.engine.models.forward import choose_forward, require_fp8
+from draftgraph.engine.models.fused import token_differences, worst_token_difference
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
 from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops
+from draftgraph.engine.models.weights import (
+    STREAMED,
+    checkpoint_files,
+    copy_weights,
+    cut_layers,
+    materialise,
+    read_weights,
+)
 from draftgraph.profiles.load import MODELS
 
 EMBEDDED = "smollm2"
+EMBEDDED_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RANDOM_PREFIX = "random:"
 
 
@@ -51,6 +60,11 @@ def locate(name: str) -> tuple[str, dict[str, Any]]:
             raise UsageError(f"target.model: no file {name}. Give a GGUF file, a transformers folder, or smollm2")
         return str(path.parent), {"gguf_file": path.name}
     return name, {}
+
+
+def public_name(name: str) -> str:
+    """What others call the target: exports name it."""
+    return EMBEDDED_HUB_NAME if name == EMBEDDED else name
 
 
 @functools.cache  # reading a GGUF tokenizer takes about ten seconds
@@ -92,14 +106,26 @@ def load_config(name: str) -> Any:
     return config.get_text_config()
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+def load_model(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    last_layer: int | None = None,
+    source: Any = None,
+    progress: Progress | None = None,
+) -> Any:
     """The target's Hugging Face module, frozen, in eval mode, on `device`.
 
+    Args:
+        last_layer: the last one that is needed; None for the whole model.
+        source: the same, loaded by the same arguments on another device, to copy from instead of reading again.
     Raises:
         UsageError: the model or its extra is missing.
     """
     # Read when fla is first imported: its cache is keyed by identity and would hold on to buffers.
     os.environ.setdefault("FLA_DISABLE_TENSOR_CACHE", "1")
+    files: list[Path] = []
     if name.startswith(RANDOM_PREFIX):
         config = load_config(name)
         # A generator per device: the weights of a random target are the same in every process, not on every device.
@@ -107,6 +133,9 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
         with quiet(), rng, device_defaults(dtype, device):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    elif files := streamed_files(name):
+        with quiet(), torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(load_config(name), dtype=dtype)
     else:
         path, extra = locate(name)
         with quiet():
@@ -116,10 +145,28 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 
                 )
             except (OSError, ValueError) as error:
                 raise UsageError(f"target.model: cannot load {name!r}: {error}") from error
+    if last_layer is not None:
+        cut_layers(model, last_layer)
+    if files:
+        materialise(model, device)
+        read_weights(model, files, progress) if source is None else copy_weights(source, model)
     choose_ops_by_device(model)
     choose_implementations(model)
     # NOTE: no cast here: it would round the rotary frequencies, which transformers keeps in float32.
     return model.to(device).requires_grad_(False).eval()
+
+
+def streamed_files(name: str) -> list[Path]:
+    """The safetensors files of a model that `weights` reads; none where transformers does."""
+    path, extra = locate(name)
+    config = load_config(name)
+    if extra or config.model_type not in STREAMED or getattr(config, "quantization_config", None) is not None:
+        return []
+    with quiet():
+        try:
+            return checkpoint_files(path)
+        except OSError:
+            return []  # transformers says what is missing
 
 
 def decoder_on_meta(config: Any) -> Any:
@@ -147,44 +194,21 @@ def choose_implementations(model: Any) -> None:
             model.set_experts_implementation("grouped_mm")
 
 
-class quiet:
-    """Silence the progress bars and advice of what loads a model; ours is the only bar."""
-
-    def __enter__(self) -> None:
-        self.warnings = warnings.catch_warnings()
-        self.warnings.__enter__()
-        # NOTE: with warnings as errors, one raised while fla imports would make transformers fall back silently.
-        warnings.simplefilter("ignore")
-        self.level = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity(logging.ERROR)
-        transformers.logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        transformers.logging.set_verbosity(self.level)
-        transformers.logging.enable_progress_bar()
-        self.warnings.__exit__(None, None, None)
-
-
-class device_defaults:
-    """New tensors on `device` in `dtype`: a large random model is made where it lives."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
-
-    def __enter__(self) -> None:
-        self.previous = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        self.device.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.device.__exit__(*error)
-        torch.set_default_dtype(self.previous)
-
-
 class Target:
-    """Extraction of the tapped layers of one target on one device; `forward` as in `choose_forward`."""
+    """Extraction of the tapped layers of one target on one device; `forward` as in `choose_forward`.
 
-    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], max_context: int, forward: str = "module"):
+    Args:
+        final: also extract, behind the taps, the last hidden states after the final norm: what its lm_head reads.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        target_layer_ids: tuple[int, ...],
+        max_context: int,
+        forward: str = "module",
+        final: bool = False,
+    ):
         self.model = model
         self.decoder = model.get_decoder()
         self.target_layer_ids = target_layer_ids
@@ -193,7 +217,12 @@ class Target:
         self.max_context = max_context
         self.refuse_bad_weights()
         self.inputs = LayerInputs(self.decoder, max_context, self.dtype)
-        self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides)
+        self.final = final
+        if final:
+            self.refuse_changed_logits()
+        self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides, final)
+        # Of each tap in FP8 from the model's own precision; empty where it runs in that.
+        self.tap_errors: dict[int, float] = {}
 
     @property
     def ops(self) -> dict[str, str]:
@@ -230,13 +259,31 @@ class Target:
                 "fetch or convert the model again"
             )
 
+    def refuse_changed_logits(self) -> None:
+        """Logits that are more than the lm_head's product are not what the loss would compute from these states.
+
+        Raises:
+            UsageError: the family caps or scales them.
+        """
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if getattr(self.config, name, None) not in (None, 1.0):
+                raise UsageError(
+                    f"profile: drafter.labels takes the target's logits, and {self.config.model_type} changes them "
+                    f'({name} = {getattr(self.config, name)}); write drafter.labels = "data"'
+                )
+
+    @property
+    def taps_size(self) -> int:
+        """N*D, and D more with the final states."""
+        return (len(self.target_layer_ids) + self.final) * self.config.hidden_size
+
     @torch.no_grad()
     def extract(self, input_ids: Tensor, taps: Tensor) -> None:
-        """Write the outputs of the tapped layers.
+        """Write the outputs of the tapped layers, and the final states where they are wanted.
 
         Args:
             input_ids: [R, S] int64, right-padded with any valid id.
-            taps: [R, S, N*D] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
+            taps: [R, S, taps_size] in the target's dtype, written in full; tap n at [..., n*D:(n+1)*D].
         """
         if self.fused is not None:
             with torch.cuda.device_of(input_ids):  # where Triton launches; nothing on CPU
@@ -245,11 +292,14 @@ class Target:
         num_context = input_ids.shape[1]
         size = self.config.hidden_size
         x = self.decoder.embed_tokens(input_ids)
-        for i, layer in enumerate(self.decoder.layers[: max(self.target_layer_ids) + 1]):
+        last = len(self.decoder.layers) - 1 if self.final else max(self.target_layer_ids)
+        for i, layer in enumerate(self.decoder.layers[: last + 1]):
             x = layer(x, **self.inputs.of(i, num_context))
             if i in self.target_layer_ids:
                 n = self.target_layer_ids.index(i)
                 taps[..., n * size : (n + 1) * size].copy_(x)
+        if self.final:
+            taps[..., -size:].copy_(self.decoder.norm(x))
 
     @torch.no_grad()
     def check_against_module(self) -> None:
@@ -263,8 +313,7 @@ class Target:
         num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 130)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (2, num_tokens), generator=generator).to(self.device)
-        size = len(self.target_layer_ids) * self.config.hidden_size
-        taps = torch.empty(2, num_tokens, size, dtype=self.dtype, device=self.device)
+        taps = torch.empty(2, num_tokens, self.taps_size, dtype=self.dtype, device=self.device)
         try:
             self.extract(ids, taps)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -274,12 +323,35 @@ class Target:
             with torch.cuda.device_of(ids):
                 self.fused.check_against_module(ids, states)
         else:
-            self.check_loop(taps, torch.cat([states[i + 1] for i in self.target_layer_ids], -1))
+            # The module's last hidden states have passed its final norm.
+            wanted = [*(i + 1 for i in self.target_layer_ids), *([-1] if self.final else [])]
+            self.check_loop(taps, torch.cat([states[i] for i in wanted], -1))
         if self.device.type == "cuda":
             with count_syncs() as syncs:
                 self.extract(ids, taps)
             if syncs.value:
                 raise unsupported(self.config, f"its layers wait for the device {syncs.value} times{self.remedy()}")
+
+    @torch.no_grad()
+    def quantise(self, input_ids: Tensor) -> None:
+        """Run products in FP8 from now on, and note how far that moves the taps. The module cannot run afterwards.
+
+        Args:
+            input_ids: [R, S] int64, real tokens, for the comparison.
+        Raises:
+            UsageError: this target, its dtype or the device has no products in FP8.
+        """
+        require_fp8(self.fused, self.config.model_type, self.dtype, self.device)
+        assert self.fused is not None
+        before, after = torch.empty(2, *input_ids.shape, self.taps_size, dtype=self.dtype, device=self.device)
+        self.extract(input_ids, before)
+        kind, self.fused = type(self.fused), None  # each layer's weights are given up once they are quantised
+        with torch.cuda.device_of(input_ids):
+            self.fused = kind(self.decoder, self.target_layer_ids, self.max_context, self.final, quantised=True)
+        self.extract(input_ids, after)
+        parts = zip(*(taps.float().split(self.config.hidden_size, -1) for taps in (after, before)), strict=True)
+        means = [token_differences(*part).mean().item() for part in parts]
+        self.tap_errors = dict(zip(self.target_layer_ids, means, strict=False))  # the final states are no tap
 
     def check_loop(self, taps: Tensor, expected: Tensor) -> None:
         difference = worst_token_difference(taps, expected).item()

@@ -28,7 +28,7 @@ STATE, SCALARS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 FILES = (STATE, SCALARS)  # named by the manifest
 FORMAT, VERSION = "draftgraph-checkpoint", 1
 # What a resume may change: it is defined, and no longer gives the bits of an uninterrupted run.
-CHANGEABLE = ("optim.lr", "chunk_slots", "placement.targets", "placement.drafters")
+CHANGEABLE = ("optim.lr", "chunk_slots", "buckets", "placement.targets", "placement.drafters", "placement.hosts")
 
 
 class Damage(Exception):
@@ -201,9 +201,8 @@ def check_identity(path: Path, identity: Mapping[str, Any], say: Callable[[str],
     made_of, ours = leaves({key: scalars.get(key) for key in identity}), leaves(identity)
     different = [key for key in {**ours, **made_of} if made_of.get(key) != ours.get(key)]
     for key in (key for key in different if key in CHANGEABLE):
-        say(
-            f"{key} is {ours[key]!r}, was {made_of[key]!r} at {path.name}: from here on not the bits of an unbroken run"
-        )
+        was = made_of.get(key)
+        say(f"{key} is {ours[key]!r}, was {was!r} at {path.name}: from here on not the bits of an unbroken run")
     refused = [
         f"{key} = {made_of.get(key)!r} (the profile gives {ours.get(key)!r})"
         for key in different
@@ -224,8 +223,12 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def restore(path: Path, drafters: Sequence[DrafterLane]) -> dict[str, Any]:
-    """Write a checkpoint that `newest` found into the drafters' persistent tensors and return its scalars."""
+def restore(path: Path, drafters: Sequence[DrafterLane], rate_share: float | None = None) -> dict[str, Any]:
+    """Write a checkpoint that `newest` found into the drafters' persistent tensors and return its scalars.
+
+    Args:
+        rate_share: of the profile's rate, from here on; None: what the checkpoint says.
+    """
     scalars, tensors = read(path)
     spans = drafters[0].flat.spans
     flats = {kind: torch.cat([tensors[f"{kind}.{name}"].flatten() for name in spans]) for kind in ("master", *MOMENTS)}
@@ -240,4 +243,5 @@ def restore(path: Path, drafters: Sequence[DrafterLane]) -> dict[str, Any]:
             optimizer.state["step"].fill_(scalars["updates"])
             optimizer.step_count.fill_(scalars["step"])
             optimizer.skipped.fill_(scalars["skipped"])
+            optimizer.rate_share.fill_(scalars["rate_share"] if rate_share is None else rate_share)
     return scalars

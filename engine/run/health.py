@@ -1,4 +1,5 @@
-"""Numbers going bad: updates skipped in a row end the run; a loss spike is told with the rows that made it.
+"""Numbers going bad: updates skipped in a row end the run, or are told, or roll it back, as the profile says; a loss
+spike is told with the rows that made it.
 
 It reads figures that arrive late and waits for nothing; the skipping itself happens on the device.
 """
@@ -15,9 +16,18 @@ SPIKE = 2.0
 RECENT, ENOUGH = 50, 10
 
 
+class Diverged(Exception):
+    """Too many updates in a row were skipped, from `first_step` on: the run is to be rolled back."""
+
+    def __init__(self, first_step: int, text: str):
+        super().__init__(text)
+        self.first_step = first_step
+
+
 class Health:
     """Args:
-    max_skipped: updates skipped in a row that end the run; 0: never.
+    max_skipped: updates skipped in a row, at which `on_not_finite` is done; 0: never.
+    on_not_finite: stop, keep, roll-back.
     skipped: how many were skipped before this process's first step.
     rows_of: the rows of a step, as a person finds them again.
     last_checkpoint: its step; below 0 where there is none.
@@ -27,30 +37,33 @@ class Health:
     def __init__(
         self,
         max_skipped: int,
+        on_not_finite: str,
         skipped: int,
         rows_of: Callable[[int], str],
         last_checkpoint: Callable[[], int],
         say: Callable[[str], None],
     ):
-        self.max_skipped, self.skipped = max_skipped, skipped
+        self.max_skipped, self.on_not_finite, self.skipped = max_skipped, on_not_finite, skipped
         self.rows_of, self.last_checkpoint, self.say = rows_of, last_checkpoint, say
         self.losses: deque[float] = deque(maxlen=RECENT)
         self.in_a_row, self.told = 0, -RECENT
+        self.first_skipped: int | None = None  # the step at which those in a row began
 
     def look(self, rows: Iterable[StepFigures]) -> None:
         """Look at the figures of steps, in order.
 
         Raises:
-            RunError: too many updates in a row were skipped.
+            RunError, Diverged: too many updates in a row were skipped.
         """
         for row in rows:
             if row.skipped > self.skipped:
                 self.in_a_row, self.skipped = self.in_a_row + 1, row.skipped
+                self.first_skipped = self.first_skipped or row.step
                 self.tell(row.step, "its update was skipped: a gradient was not finite, or no token counted")
             else:
-                self.in_a_row = 0
+                self.in_a_row, self.first_skipped = 0, None
             if self.in_a_row == self.max_skipped > 0:
-                raise RunError(self.gave_up(row.step))
+                self.too_many(row.step)
             if row.loss is None:
                 continue
             usual = statistics.median(self.losses) if len(self.losses) >= ENOUGH else row.loss
@@ -63,11 +76,24 @@ class Health:
             self.told = step
             self.say(f"step {step}: {what}; {self.rows_of(step)}")
 
-    def gave_up(self, step: int) -> str:
-        last = self.last_checkpoint()
-        again = f"go on from step {last} with --resume --set optim.lr=LOWER" if last >= 0 else "lower optim.lr"
-        return (
+    def worth_keeping(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is: while updates are skipped, new ones would push the good ones out."""
+        return self.first_skipped is None or step <= self.first_skipped
+
+    def too_many(self, step: int) -> None:
+        assert self.first_skipped is not None
+        told = (
             f"the updates of {self.in_a_row} steps in a row, up to step {step}, were skipped: their gradients were not "
-            f"finite, or no token counted. Nothing was written since: {again}, or look at the data (step {step}: "
-            f"{self.rows_of(step)}); optim.max_skipped says when to give up"
+            f"finite, or no token counted (step {step}; {self.rows_of(step)})."
         )
+        if self.on_not_finite == "roll-back":
+            raise Diverged(self.first_skipped, told)
+        if self.on_not_finite == "stop":
+            last = self.last_checkpoint()
+            again = f"go on from step {last} with --resume --set optim.lr=LOWER" if last >= 0 else "lower optim.lr"
+            raise RunError(
+                f"{told} Nothing was written since: {again}, or look at the data; optim.max_skipped says when to give "
+                "up, optim.on_not_finite what to do then"
+            )
+        self.say(f"{told} optim.on_not_finite = 'keep': the run goes on")
+        self.in_a_row = 0

@@ -86,6 +86,7 @@ class DrafterLane:
 
     Args:
         index, count: this drafter owns slice `index` of `count` of the flat range.
+        hosts: that train together.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class DrafterLane:
         fill: Filler,
         index: int = 0,
         count: int = 1,
+        hosts: int = 1,
     ):
         self.parts, self.batch, self.device = parts, batch, device
         self.drafter = parts.drafter
@@ -116,6 +118,11 @@ class DrafterLane:
         # With several drafters the norms are exchanged between measuring and updating, outside the graphs.
         if count > 1:
             self.lane.add(self.flat_step("norm", self.optimizer.measure, {"norm": self.optimizer.norm_squared}))
+        self.checksums = None  # [D] int64, where there is a drafter to compare with
+        self.spans = [slice_of(self.flat.size, i, count) for i in range(count)]
+        if count * hosts > 1:
+            self.checksums = torch.zeros(count, dtype=torch.int64, device=device)
+            self.lane.add(self.flat_step("checksum", self.sum_bits, {"checksums": self.checksums}))
         self.lane.add(self.flat_step("optimizer", self.update if count > 1 else self.measure_and_update, self.state()))
 
     def state(self) -> dict[str, Tensor]:
@@ -141,7 +148,11 @@ class DrafterLane:
         tokens, _ = block_tokens(views.input_ids, anchor_positions, self.drafter.shape.block_size)
         tokens[..., 1:] = self.drafter.shape.mask_token_id
         embeddings = F.embedding(tokens, self.parts.embedding)
-        hidden = self.drafter(views.taps, embeddings, anchor_positions, anchor_valid)
+        taps, final = views.taps, None
+        if self.parts.rule.labels != "data":
+            size = self.parts.embedding.shape[1]
+            taps, final = taps[..., :-size], taps[..., -size:]
+        hidden = self.drafter(taps, embeddings, anchor_positions, anchor_valid)
         sums = dflash_loss(
             hidden,
             self.parts.lm_head,
@@ -151,6 +162,7 @@ class DrafterLane:
             anchor_valid,
             self.parts.rule,
             self.parts.chunk_slots,
+            final,
         )
         sums.loss.backward()
         self.sums.add_(as_vector(sums))
@@ -168,6 +180,14 @@ class DrafterLane:
         scalars = [self.optimizer.grad_norm, self.optimizer.lr, self.optimizer.skipped]
         self.published.copy_(torch.cat([self.total, torch.stack(scalars)]))
         self.sums.zero_()
+
+    @torch.no_grad()
+    def sum_bits(self) -> None:
+        """One integer per owned slice of the parameters; drafters whose bits agree have the same."""
+        bits = self.flat.values.view(torch.int16 if self.flat.values.itemsize == 2 else torch.int32)
+        assert self.checksums is not None
+        for index, (low, high) in enumerate(self.spans):
+            self.checksums[index].copy_(bits[low:high].sum(dtype=torch.int64))
 
     def replay(self, bucket: Bucket) -> None:
         self.lane.replay("drafter", bucket.name)
@@ -207,7 +227,12 @@ class DrafterLane:
             self.total.fill_(100.0 + round_index)
             self.optimizer.norm_squared.fill_(4.0 + round_index)
 
-        inputs = {"grads": self.flat.grads, "total": self.total, "norm_squared": self.optimizer.norm_squared}
+        inputs = {
+            "values": self.flat.values,
+            "grads": self.flat.grads,
+            "total": self.total,
+            "norm_squared": self.optimizer.norm_squared,
+        }
         return Step(name, "", run, inputs, outputs, prepare, predicted_bytes=0)
 
     def clear(self) -> None:
@@ -218,9 +243,9 @@ class DrafterLane:
     def random_weights(self, round_index: int) -> None:
         random_fill(self.flat.values, round_index, std=0.05)
 
-    def initialise(self, seed: int, std: float) -> None:
-        """The state before step 1: what verification left behind is overwritten."""
-        self.drafter.initialise(seed, std)
+    def initialise(self, weights: Callable[[Drafter], None]) -> None:
+        """The state before step 1, of the weights that are written: what verification left behind is overwritten."""
+        weights(self.drafter)
         self.optimizer.reset()
         self.clear()
         self.total.zero_()

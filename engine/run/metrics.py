@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -130,6 +130,7 @@ class Tally:
         self.first: list[StepFigures] = []
         self.last: deque[StepFigures] = deque(maxlen=self.WINDOW)
         self.skipped = 0
+        self.issued: dict[int, int] = {}  # steps whose figures have not arrived -> their real tokens
         self.real: dict[int, RealAcceptance] = {}  # step -> as measured by decoding
         self.best_step = 0  # of the best of them, also of those that the log held; 0: none
         self.best = 0.0
@@ -157,9 +158,10 @@ class Tally:
         rows = [figures(step, vector, self.block_size) for step, vector in vectors]
         for row in rows:
             try:
-                found = asdict(self.real[row.step]) if row.step in self.real else {}
-                real = {f"real_{name}": value for name, value in found.items()}
-                self.file.write(json.dumps({**asdict(row), **real, "time": round(time.time(), 3)}) + "\n")
+                rest: dict[str, Any] = {"real_tokens": self.issued.pop(row.step, None), "time": round(time.time(), 3)}
+                if row.step in self.real:
+                    rest |= {f"real_{name}": value for name, value in asdict(self.real[row.step]).items()}
+                self.file.write(json.dumps({**asdict(row), **rest}) + "\n")
             except OSError as error:
                 raise RunError(
                     f"cannot write {self.path}: {error.strerror}. The last good checkpoint is untouched; free some "

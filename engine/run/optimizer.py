@@ -72,6 +72,7 @@ class OptimizerShard:
         self.lr, self.step_count, self.skipped, self.grad_norm = scalar(), scalar(), scalar(), scalar()
         self.grad_scale, self.skip = scalar(), scalar()
         self.num_steps = scalar().fill_(num_steps)
+        self.rate_share = scalar().fill_(1.0)  # below one after a roll-back
         self.norm_squared = scalar().view(1)
         self.state = {
             "step": scalar(),
@@ -99,7 +100,7 @@ class OptimizerShard:
         self.skipped.add_(self.skip)
         # The kernel divides the gradient by grad_scale: by the weight, and by norm / clip where that is above one.
         self.grad_scale.copy_(torch.where(usable, divisor * (norm / section.clip).clamp(min=1.0), 1.0))
-        self.lr.copy_(rate(self.step_count, self.num_steps, section))
+        self.lr.copy_(rate(self.step_count, self.num_steps, section) * self.rate_share)
         ops = fused if self.master.is_cuda else reference
         ops.adamw_(
             self.grads,
@@ -126,6 +127,7 @@ class OptimizerShard:
         self.master.copy_(self.flat.values[self.low : self.high])
         for tensor in (*self.state.values(), self.flat.grads, self.step_count, self.skipped):
             tensor.zero_()
+        self.rate_share.fill_(1.0)
 
 
 def rate(step: Tensor, num_steps: Tensor, section: OptimSection) -> Tensor:

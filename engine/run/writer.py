@@ -1,14 +1,13 @@
 """Checkpoints in the background: copied from the devices between two updates, hashed and written by one thread.
 
-Promises: host memory is taken once; beside the step's end, which the caller waits for, the training thread waits only
-for the checkpoint before, where the disk is slower than the interval; the thread touches no device (it starts after
-capture, and reads host memory that has arrived); what goes wrong in it is raised at the next checkpoint or at the end,
-which waits for it.
+Promises: host memory is taken once; the training thread waits for no device, and for the checkpoint before only where
+the disk is slower than the interval; the next update waits on its device for the copies; the thread touches no device
+(it starts after capture, and reads host memory that has arrived), and starts once the figures of the checkpoint's
+steps are in the log; what goes wrong in it is raised at the next checkpoint or at the end, which waits for it.
 """
 
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +18,24 @@ from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import flush
 from draftgraph.engine.run.lanes import DrafterLane
-from draftgraph.engine.run.streams import Event, on
+from draftgraph.engine.run.streams import Event, Stream, on
+
+
+class Copied(Event):
+    """The end of a checkpoint's copies from one drafter, which measures for how long it holds updates."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.held: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def hold(self, stream: Stream) -> None:
+        if not isinstance(stream, torch.cuda.Stream):
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        super().hold(stream)
+        after.record(stream)
+        self.held.append((before, after))
 
 
 class CheckpointWriter:
@@ -46,24 +62,26 @@ class CheckpointWriter:
         self.identity, self.keep = identity, keep
         self.last_step = self.last_written = last_step
         self.best_step = 0  # whose checkpoint stays beside the newest ones; 0: none
-        self.pause_ms_max = 0.0
         flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
         self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
-        self.counts = torch.zeros(2, pin_memory=pinned)  # updates, skipped
+        self.counts = torch.zeros(3, pin_memory=pinned)  # updates, skipped, share of the rate
         self.tensors = {f"{kind}.{name}": t for kind, h in self.host.items() for name, t in flat.named(h).items()}
         self.streams = [torch.cuda.Stream(d.device) if d.lane.stream is not None else None for d in drafters]
-        self.stepped, self.copied = ([Event(d.device) for d in drafters] for _ in range(2))
+        self.stepped, self.copied = [Event(d.device) for d in drafters], [Copied(d.device) for d in drafters]
         self.arriving: dict[str, int] | None = None  # step and micro-step of the copies under way
+        self.last = False
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
+        # Asked before a checkpoint of a step is written; brings what has arrived from the devices into the log.
+        self.is_good: Callable[[int], bool] = lambda step: True
         checkpoint.sweep(folder)
 
     @torch.no_grad()
-    def save(self, step: int, micro_step: int, since: float) -> list[Event]:
+    def save(self, step: int, micro_step: int, last: bool) -> Sequence[Event]:
         """Begin a checkpoint of `step`, which was issued in full; one that is written already is not written again.
 
         Args:
-            since: when the training thread began to wait for it, by time.perf_counter.
+            last: the run does not go on: it is written, whatever `is_good` says.
         Returns:
             Events, one per drafter, that its next update must wait for: it overwrites what is being copied.
         Raises:
@@ -85,17 +103,21 @@ class CheckpointWriter:
                 if drafter is self.drafters[0]:
                     self.counts[0].copy_(optimizer.state["step"], non_blocking=True)
                     self.counts[1].copy_(optimizer.skipped, non_blocking=True)
+                    self.counts[2].copy_(optimizer.rate_share, non_blocking=True)
             copied.record(stream)
-        self.arriving, self.last_step = {"step": step, "micro_step": micro_step}, step
+        self.arriving, self.last, self.last_step = {"step": step, "micro_step": micro_step}, last, step
         self.poll()
-        self.pause_ms_max = max(self.pause_ms_max, 1e3 * (time.perf_counter() - since))
         return self.copied
 
     def poll(self) -> None:
         """Start to write once the copies have arrived; never waits."""
         if self.arriving is not None and all(event.happened() for event in self.copied):
-            self.thread = threading.Thread(target=self.write, args=(self.arriving,), name="checkpoint", daemon=True)
-            self.arriving = None
+            position, self.arriving = self.arriving, None
+            # The figures of its steps left the devices before the copies did.
+            if not self.is_good(position["step"]) and not self.last:
+                self.last_step = self.last_written
+                return
+            self.thread = threading.Thread(target=self.write, args=(position,), name="checkpoint", daemon=True)
             self.thread.start()
 
     def wait(self) -> None:
@@ -118,8 +140,9 @@ class CheckpointWriter:
     def write(self, position: Mapping[str, int]) -> None:
         """The thread."""
         try:
-            updates, skipped = (int(count) for count in self.counts)
-            scalars = {**position, "updates": updates, "skipped": skipped, **self.identity}
+            updates, skipped, rate_share = self.counts.tolist()
+            counts = {"updates": int(updates), "skipped": int(skipped), "rate_share": rate_share}
+            scalars = {**position, **counts, **self.identity}
             flush(self.log)
             checkpoint.write(self.folder, position["step"], self.tensors, scalars, self.keep, self.best_step)
             self.last_written = position["step"]
@@ -131,6 +154,15 @@ class CheckpointWriter:
             self.error.__cause__ = error
         except BaseException as error:
             self.error = error
+
+    def held_ms(self) -> list[float] | None:
+        """How long each checkpoint's copies held the next update, at the end of a run; None without a GPU."""
+        if None in self.streams:
+            return None
+        for _, after in (pair for copied in self.copied for pair in copied.held):
+            after.synchronize()
+        each = zip(*(copied.held for copied in self.copied), strict=True)
+        return [max(before.elapsed_time(after) for before, after in pairs) for pairs in each]
 
     def __enter__(self) -> Self:
         return self
@@ -144,3 +176,22 @@ class CheckpointWriter:
             # What ended the run first is what its user is told.
             if error is None:
                 raise
+
+
+class NoWriter(CheckpointWriter):
+    """On hosts that write no checkpoints: they go on at once. Owns nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.last_written = arguments[-1]
+
+    def save(self, step: int, micro_step: int, last: bool) -> Sequence[Event]:
+        return []
+
+    def poll(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def held_ms(self) -> list[float] | None:
+        return None

@@ -22,8 +22,9 @@ import transformers
 from torch import Tensor
 
 from draftgraph.engine.models.drafter import Drafter, DrafterShape, block_tokens
-from draftgraph.engine.models.export import export_zlab, load_zlab
+from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.loss import LossRule, dflash_loss
+from draftgraph.engine.models.released import load_zlab
 
 TOLERANCE = 1e-5  # max|difference| / max|reference| of a tensor
 PACKAGES = ("", ".core", ".modeling", ".modeling.draft", ".algorithms", ".algorithms.common")
@@ -150,7 +151,7 @@ def compare(peer: tuple[Any, Any], seed: int) -> tuple[str, dict[str, float]]:
 
     with tempfile.TemporaryDirectory() as folder:
         target_config = types.SimpleNamespace(max_position_embeddings=256, bos_token_id=None, eos_token_id=None)
-        export_zlab(Path(folder) / "drafter", drafter, target_config, card={})
+        export_drafter(Path(folder) / "drafter", drafter, target_config, card={})
         draft, report = peer[1].from_pretrained(
             Path(folder) / "drafter", output_loading_info=True, dtype=torch.float32, attn_implementation="sdpa"
         )

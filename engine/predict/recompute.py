@@ -1,0 +1,43 @@
+"""Activations of the drafter: what its backward keeps, and what recomputing layers saves and costs.
+
+Promises: counted from shapes, as everything in a plan. The milliseconds are at a rate that is named, not measured.
+"""
+
+from typing import Any
+
+from draftgraph.engine.models.drafter import DrafterShape
+from draftgraph.engine.plan import Plan
+
+# What GEMMs of 27B shapes reach on an H200 in bfloat16, in TFLOP/s.
+RATE_TFLOPS = 700.0
+
+
+def kept_bytes(shape: DrafterShape, draft_tokens: int, element_size: int, recompute: bool) -> int:
+    """Bytes that the backward of one micro-step keeps of its layers.
+
+    Inputs and outputs of both norms, q/k/v before and after rotation, attention, the MLP; with `recompute` those of one
+    layer, and of every layer the residual stream and what is still to be added to it.
+    """
+    heads = (3 * shape.num_heads + 4 * shape.num_kv_heads) * shape.head_dim
+    layer = 4 * shape.hidden_size + heads + 3 * shape.intermediate_size
+    held = layer + shape.num_layers * 2 * shape.hidden_size if recompute else shape.num_layers * layer
+    return draft_tokens * held * element_size
+
+
+def estimate(plan: Plan) -> dict[str, Any]:
+    """What `drafter.recompute` saves and costs in the largest micro-step, whether it is on or not."""
+    shape, size = plan.shape, 2 if plan.profile.target.dtype == "bfloat16" else 4
+    largest = max(plan.buckets, key=lambda bucket: (bucket.rows * bucket.anchors, bucket.rows * bucket.context))
+    tokens = largest.rows * largest.anchors * shape.block_size
+    kept = [kept_bytes(shape, tokens, size, recompute) for recompute in (False, True)]
+    context = plan.flops.context_parameters - len(shape.target_layer_ids) * shape.hidden_size**2
+    flops = 2.0 * (plan.flops.block_parameters * tokens + context * largest.rows * largest.context)
+    micro_step = largest.rows * plan.flops.row(largest.context, largest.anchors)
+    return {
+        "on": plan.profile.drafter.recompute,
+        "bucket": largest.name,
+        "saves_bytes": kept[0] - kept[1],
+        "costs_flop_share": flops / micro_step,
+        "costs_ms": flops / RATE_TFLOPS / 1e9,
+        "at_tflops": RATE_TFLOPS,
+    }

@@ -1,0 +1,52 @@
+"""Who looks at a run changes nothing of it; test_gpu_observers.py shows that nobody waits or allocates either."""
+
+import json
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny import ordinary_rows, tiny_profile
+from watched_run import bare, figures_of, watched
+
+from draftgraph.engine import observers
+from draftgraph.engine.train import train
+
+STATE = "checkpoints/step-000006/state.safetensors"
+
+
+def test_a_run_that_is_watched_trains_the_bits_of_one_that_is_not(tmp_path, monkeypatch):
+    summary, told = watched(tmp_path, monkeypatch)
+    unwatched = bare(tmp_path)
+    left, right = (load_file(tmp_path / name / STATE) for name in ("watched", "bare"))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert figures_of(tmp_path / "watched") == figures_of(tmp_path / "bare")
+    assert summary["loss_last"] == unwatched["loss_last"]
+    assert [line["step"] for line in told("log") if "loss" in line] == list(range(1, 7))
+    assert summary["log_messages_dropped"] == 0 and unwatched["log_messages_dropped"] is None
+    samples = (tmp_path / "watched" / "devices.jsonl").read_text()
+    assert '"device": "host"' in samples and "host" not in (tmp_path / "bare" / "devices.jsonl").read_text()
+
+
+def test_the_tokens_of_metrics_are_those_of_the_summary(tmp_path):
+    summary = bare(tmp_path)
+    tokens = sum(line["real_tokens"] for line in figures_of(tmp_path / "bare"))
+    assert tokens == round(summary["real_tokens_per_s"] * summary["seconds"])
+
+
+def test_buckets_json_says_how_the_rows_fill_them(tmp_path):
+    bare(tmp_path)
+    found = json.loads((tmp_path / "bare" / "buckets.json").read_text())
+    lengths = found["lengths"]
+    assert sum(lengths["counts"]) == lengths["rows"] == sum(found["rows_per_bucket"]) == 24
+    assert sum(found["tokens_per_bucket"]) == lengths["tokens"] == sum(length for length, _ in ordinary_rows())
+    assert set(found["buckets"][0]) == {"rows", "context", "anchors"}
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys):
+    def broken(_):
+        raise ZeroDivisionError("a picture")
+
+    monkeypatch.setattr(observers, "write_report", broken)
+    summary = train(tiny_profile(tmp_path), tmp_path / "run", False, Console(stderr=True))
+    assert summary["steps"] == 6 and (tmp_path / "run" / "receipt.json").is_file()
+    assert "no report (ZeroDivisionError('a picture'))" in capsys.readouterr().err.replace("\n", " ")

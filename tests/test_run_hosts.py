@@ -1,0 +1,138 @@
+"""Several hosts: two processes on this one, as torchrun starts them, summing over gloo."""
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny import deal_as_for, tiny_profile
+
+from draftgraph.engine.config import to_toml
+from draftgraph.engine.data.buckets import Bucket
+from draftgraph.engine.data.schedule import Schedule
+from draftgraph.engine.errors import Interrupted, UsageError
+from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.hosts import Hosts, joined
+from draftgraph.engine.run.scheduler import Scheduler
+from draftgraph.engine.train import train
+
+QUIET = Console(quiet=True)
+
+
+def start_hosts(folder: Path, profile, *more: str, count: int = 2) -> list[subprocess.Popen]:
+    """`draftgraph train` once per host, with what torchrun puts into the environment."""
+    (folder / "profile.toml").write_text(to_toml(profile))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "draftgraph.engine.cli", "train", folder / "profile.toml", "--run", folder / "run"]
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [*command, *more],
+            env={**os.environ, **world, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def masters(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "state.safetensors")
+
+
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_two_hosts_train_the_weights_of_one(tmp_path, monkeypatch, drafters):
+    deal_as_for(2 * drafters, monkeypatch)
+    train(tiny_profile(tmp_path, optim={"accumulate": 4}), tmp_path / "one", False, QUIET)
+    placement = {"targets": ["cpu"] * drafters, "drafters": ["cpu"] * drafters, "look_ahead": 1}
+    profile = tiny_profile(tmp_path, optim={"accumulate": 4}, placement=placement)
+    hosts = start_hosts(tmp_path, profile)
+    said = [host.communicate(timeout=180)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    one, two = masters(tmp_path / "one", 6), masters(tmp_path / "run", 6)
+    # AdamW turns rounding of a gradient near zero into a visible part of an update: compare tensors as wholes.
+    for name in (name for name in one if name.startswith("master")):
+        assert torch.linalg.vector_norm(one[name] - two[name]) < 1e-4 * torch.linalg.vector_norm(one[name]), name
+    # The first host alone writes the run; the other keeps what is its own apart.
+    assert not (tmp_path / "run" / "host-1" / "checkpoints").exists()
+    lines = [(tmp_path / "run" / own / "metrics.jsonl").read_text().splitlines() for own in ("", "host-1")]
+    assert [len(line) for line in lines] == [6, 6]
+
+
+def test_a_lost_host_ends_the_job_and_fewer_go_on(tmp_path, monkeypatch):
+    profile = tiny_profile(tmp_path, run={"steps": 100_000}, checkpoint={"every": 20}, optim={"accumulate": 4})
+    hosts = start_hosts(tmp_path, profile)
+    try:
+        deadline = time.monotonic() + 180
+        while not checkpoint.found(tmp_path / "run" / "checkpoints") and time.monotonic() < deadline:
+            assert hosts[0].poll() is None and hosts[1].poll() is None, hosts[0].communicate()[0]
+            time.sleep(0.2)
+        hosts[1].kill()
+        since = time.monotonic()
+        said, _ = hosts[0].communicate(timeout=60)
+        assert time.monotonic() - since < 60
+    finally:
+        for host in hosts:
+            host.send_signal(signal.SIGKILL)
+            host.communicate()
+    assert hosts[0].returncode == 5 and "another host is gone" in said and "--resume" in said
+    newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert checkpoint.step_of(newest) % 20  # written when the host was lost, not before
+    alone = tiny_profile(
+        tmp_path,
+        run={"steps": 100_000},
+        optim={"accumulate": 4},
+        placement={"targets": ["cpu", "cpu"], "drafters": ["cpu"], "look_ahead": 1},
+    )
+    step, ours = Scheduler.step, []
+
+    def few_steps(self):
+        step(self)
+        ours.append(self.micro_step)
+        if len(ours) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Scheduler, "step", few_steps)
+    told = Console(file=io.StringIO(), width=300)
+    first = checkpoint.step_of(newest)
+    with pytest.raises(Interrupted, match=f"stopped after step {first + 3} "):
+        train(alone, tmp_path / "run", True, told)
+    assert ours[0] == 4 * (first + 1)  # all micro-steps of all hosts
+    for line in ("placement.hosts is 1, was 2", "placement.targets is 2, was 1"):
+        assert f"{line} at {newest.name}: from here on not the bits" in told.file.getvalue()
+
+
+def test_hosts_share_the_stream_of_micro_batches():
+    buckets = [Bucket(2, 8, 2), Bucket(1, 16, 2)]
+    assignment = [0] * 14 + [1] * 9
+    whole = Schedule(assignment, buckets, seed=5, group=4).at(8)
+    parts = [Schedule(assignment, buckets, seed=5, group=4, host=h, hosts=2).at(4) for h in range(2)]
+    for _ in range(30):
+        for part in parts:
+            theirs, ours = next(whole), next(part)
+            assert theirs.index == ours.index and theirs.row_ids.tolist() == ours.row_ids.tolist()
+
+
+def test_one_process_is_one_host_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(tiny_profile(tmp_path)) as hosts:
+        assert (hosts.rank, hosts.count) == (0, 1) and hosts.folder(tmp_path) == tmp_path
+        assert hosts.gathered([1.0]) == [[1.0]]
+    assert Hosts(1, 1).folder(tmp_path) == tmp_path / "host-1"
+
+
+def test_a_step_that_cannot_be_dealt_to_the_hosts_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match="multiple of 3"), joined(tiny_profile(tmp_path)):
+        pass
