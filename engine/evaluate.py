@@ -14,8 +14,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
 from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.data.prompts import render_prompt
+from draftgraph.engine.errors import CaptureError
 from draftgraph.engine.models.cached_drafter import CachedDrafter
 from draftgraph.engine.models.cached_target import CachedTarget
 from draftgraph.engine.models.drafter import Drafter, DrafterShape
@@ -222,10 +224,19 @@ class Evaluation:
 
 
 def ready(decoder: DecodeLane) -> None:
-    """Warm up; on a GPU, capture and verify as well."""
+    """Warm up; on a GPU, capture and verify as well.
+
+    Raises:
+        CaptureError: a step does not fit, or cannot be captured.
+    """
     lane = decoder.lane
-    lane.warm_up(3 if lane.mode == "graph" else 1)
-    references = eager_references([lane]) if lane.mode == "graph" else None
-    lane.capture()
-    if references is not None:
-        compare([lane], references)
+    try:
+        lane.warm_up(3 if lane.mode == "graph" else 1)
+        references = eager_references([lane]) if lane.mode == "graph" else None
+        lane.capture()
+        if references is not None:
+            compare([lane], references)
+    except DeviceMemoryExhausted as failure:
+        raise CaptureError(f"{failure}. Decode fewer prompts at once (--batch-size)") from failure
+    except CaptureFailure as failure:
+        raise CaptureError(str(failure)) from failure

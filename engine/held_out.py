@@ -43,11 +43,14 @@ class HeldOut:
         slots = slots_for(max(map(len, prompts)), section.new_tokens, shape.block_size)
         cached = CachedTarget(target.model, shape.target_layer_ids, num_rows, slots)
         cached.check_against_module()
-        self.copy: Drafter | None = None
-        if lead.device != target.device:
+        self.far = lead.device != target.device
+        trained = lead.drafter
+        if self.far:
             with target.device:
-                self.copy = Drafter(shape, 1).to(target.dtype).requires_grad_(False)
-        drafter = CachedDrafter(self.copy or lead.drafter, target.embedding, target.lm_head, num_rows, slots)
+                trained = Drafter(shape, 1).to(target.dtype)
+        drafter = CachedDrafter(trained, target.embedding, target.lm_head, num_rows, slots)
+        self.pairs = list(zip(drafter.drafter.parameters(), lead.drafter.parameters(), strict=True))
+        assert self.far or all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in self.pairs)
         stops = sorted(stop_tokens(target.model, load_tokenizer(plan.profile.target.model))) if section.prompts else []
         self.decoder = DecodeLane("eval", cached, drafter, stops, plan.profile.capture.mode, one_token=False)
         self.start = self.decoder.start(prompts, section.new_tokens)
@@ -65,10 +68,10 @@ class HeldOut:
         """Decode all prompts with the weights of `step`, which was issued in full."""
         started, lane, lead = time.perf_counter(), self.decoder.lane, self.lead.lane
         with phase(lane, "evaluation"):
-            if self.copy is not None:
-                # NOTE: on the source's stream, behind its last update.
-                with on(lead.stream):
-                    for ours, theirs in zip(self.copy.parameters(), self.lead.drafter.parameters(), strict=True):
+            if self.far:
+                # NOTE: a copy between devices goes by the current streams of both.
+                with on(lane.stream), on(lead.stream):
+                    for ours, theirs in self.pairs:
                         ours.copy_(theirs, non_blocking=True)
             self.updated.record(lead.stream)
             self.updated.hold(lane.stream)

@@ -145,8 +145,8 @@ def show_evaluation(console: Console, values: dict[str, Any]) -> None:
     """A line per set of prompts, and what else a reader of the summary would miss."""
     rows = [
         {
-            "prompts of": escape(row["name"]),
-            "number": str(row["prompts"]),
+            "set": escape(row["name"]),
+            "prompts": str(row["prompts"]),
             "acceptance": cell("", row["acceptance"]),
             "by slot": " ".join("-" if share is None else f"{share:.2f}" for share in row["acceptance_per_slot"]),
             "as greedy": {True: "yes", False: "NO", None: "-"}[row["identical_to_greedy"]],
@@ -154,9 +154,10 @@ def show_evaluation(console: Console, values: dict[str, Any]) -> None:
         for row in values["sets"]
     ]
     if tree := values.get("tree"):
-        for row, other in zip(rows, tree["sets"], strict=True):
-            row[f"tree of {tree['budget']}"] = cell("", other["acceptance"])
-            row["as greedy "] = {True: "yes", False: "NO", None: "-"}[other["identical_to_greedy"]]
+        for row, chain, other in zip(rows, values["sets"], tree["sets"], strict=True):
+            row["tree"] = cell("", other["acceptance"])
+            both = chain["identical_to_greedy"] and other["identical_to_greedy"]
+            row["as greedy"] = "yes" if both else "NO"
     console.print(columns_table("tokens per verify forward, the bonus token counted", rows))
     if count := values["different_from_one_token"]:
         first = values["first_differences"][0]

@@ -222,8 +222,11 @@ def run(
                             equality.after(step)
                             hosts.exchange(requests)
                             if engine.held_out and engine.held_out.due(step):
-                                best = tally.measured(step, engine.held_out.measure(step))
-                                if best and profile.checkpoint.keep_best:
+                                found = engine.held_out.measure(step)
+                                # Hosts that round differently must agree on checkpoints: the first one's figure holds.
+                                (first,), *_ = hosts.gathered([found.acceptance or 0.0])
+                                found = dataclasses.replace(found, acceptance=first or None)
+                                if tally.measured(step, found) and profile.checkpoint.keep_best:
                                     hosts.heard.checkpoint = True
                             tally.extra |= scheduler.meter.newest()
                             look()

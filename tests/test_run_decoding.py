@@ -1,11 +1,14 @@
 """Batched decoding over static caches: token for token what one row after the other gives, whatever is rejected."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from plain_decoding import greedy, speculative
 from test_models_decode import NO_STOP, PROMPT, VOCAB, tiny_shape, tiny_target
 from tiny import SHAPES, WINDOW, write_target
 
+from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.models.cached_drafter import CachedDrafter
 from draftgraph.engine.models.cached_target import CachedTarget
 from draftgraph.engine.models.drafter import Drafter
@@ -23,14 +26,18 @@ def prompts():
     return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-def lane_of(model, drafter, stops=NO_STOP, temperature=0.0, new_tokens=NEW):
+def lane_of(model, drafter, stops=NO_STOP, temperature=0.0, new_tokens=NEW, capture=True):
     num_rows = len(LENGTHS)
     slots = slots_for(max(LENGTHS), new_tokens, drafter.shape.block_size)
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     target = CachedTarget(model, drafter.shape.target_layer_ids, num_rows, slots)
-    lane = DecodeLane("eval", target, CachedDrafter(drafter, *weights, num_rows, slots), stops, "eager", temperature)
+    lane = DecodeLane(
+        "eval", target, CachedDrafter(deepcopy(drafter), *weights, num_rows, slots), stops, "eager", temperature
+    )
     lane.lane.warm_up(1)
-    lane.lane.capture()
+    if capture:
+        lane.lane.capture()
+    lane.drafter.drafter.load_state_dict(drafter.state_dict())  # warm-up left noise
     return lane
 
 
@@ -108,6 +115,15 @@ def test_rows_end_at_a_stop_token_or_their_limit_each_by_itself():
         assert lane.rows.answer(r) == tokens
         assert lane.rows.counts[r].tolist() == counts
     assert len(set(lane.rows.length - lane.rows.num_prompt)) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_every_step_depends_on_its_inputs_alone(temperature):
+    """What verification on a GPU compares with graphs: rounds in another order, on rows and caches that others left."""
+    lane = lane_of(tiny_target("qwen3_5_text"), fresh(4), temperature=temperature, capture=False)
+    references = eager_references([lane.lane])
+    lane.lane.capture()
+    compare([lane.lane], references)
 
 
 def test_rows_without_a_prompt_are_neither_decoded_nor_counted():

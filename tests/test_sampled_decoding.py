@@ -63,7 +63,6 @@ def exact_pairs(model, row, temperature):
 def test_answers_of_a_batch_have_the_target_s_distribution():
     num_rows, runs, temperature = 512, 8, 0.5
     model, drafter = tiny_target("llama"), Drafter(tiny_shape(3), max_context=256)
-    drafter.initialise(0, std=0.3)
     slots = slots_for(7, 4, 3)
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     target = CachedTarget(model, drafter.shape.target_layer_ids, num_rows, slots)
@@ -71,6 +70,7 @@ def test_answers_of_a_batch_have_the_target_s_distribution():
     lane = DecodeLane("eval", target, cached, NO_STOP, "eager", temperature, one_token=False)
     lane.lane.warm_up(1)
     lane.lane.capture()
+    lane.drafter.drafter.initialise(0, std=0.3)
     expected, found, accepted = exact_pairs(model, prompt(), temperature), torch.zeros(VOCAB, VOCAB), 0.0
     for _ in range(runs):
         lane.answer(lane.start([prompt()] * num_rows, 4))

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from copy import deepcopy
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from plain_decoding import draft_logits, greedy, speculative, taps_of
 from test_models_decode import NO_STOP, tiny_target
 from test_run_decoding import LENGTHS, NEW, fresh, prompts
 
+from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.models.cached_drafter import CachedDrafter
 from draftgraph.engine.models.cached_target import CachedTarget
@@ -84,9 +86,14 @@ def lane_of(model, drafter, budget):
     slots = slots_for(max(LENGTHS), NEW, drafter.shape.block_size, budget)
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     target = CachedTarget(model, drafter.shape.target_layer_ids, len(LENGTHS), slots)
-    lane = TreeLane(budget, "eval", target, CachedDrafter(drafter, *weights, len(LENGTHS), slots), NO_STOP, "eager")
+    lane = TreeLane(
+        budget, "eval", target, CachedDrafter(deepcopy(drafter), *weights, len(LENGTHS), slots), NO_STOP, "eager"
+    )
     lane.lane.warm_up(1)
+    references = eager_references([lane.lane], rounds=1)
     lane.lane.capture()
+    compare([lane.lane], references)
+    lane.drafter.drafter.load_state_dict(drafter.state_dict())  # verification left noise
     return lane
 
 

@@ -1,6 +1,6 @@
 """A drafter that remembers its context: the keys and values of every layer over the tokens that were verified.
 
-Promises: the weights are shared with the drafter that trains, not copied; a block runs the code that it is trained
+Promises: the weights are those of the drafter that trains, not copied; a block runs the code that it is trained
 with, so training and decoding cannot drift apart. What lies at or beyond a row's anchor is hidden by the attention
 itself, so rejected tokens are taken back by writing over them.
 """
@@ -65,8 +65,10 @@ class CachedDrafter:
 
 
 def with_positions(drafter: Drafter, num_positions: int) -> Drafter:
-    """A drafter of the same weights (shared, not copied) whose rotary table is long enough for `num_positions`.
+    """A drafter of the same weights whose rotary table is long enough for `num_positions`.
 
+    The weights are shared; only those that run as one product and do not lie in one piece are copied, as in a drafter
+    that does not train.
     The table of the one that trains is left alone: captured graphs hold its address.
     """
     shape = drafter.shape
@@ -76,7 +78,6 @@ def with_positions(drafter: Drafter, num_positions: int) -> Drafter:
     with drafter.fc.weight.device:
         other.rotary = RotaryTable(num_positions + shape.block_size, shape.head_dim, shape.rope_theta)
     for layer in other.layers:
-        # What runs as one product lies in one piece: copied only where it does not yet, as in a loaded drafter.
         join([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight])  # type: ignore
         join([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])  # type: ignore
     return other.requires_grad_(False)

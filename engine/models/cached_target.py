@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftgraph.engine.models.cached_delta import CachedDelta
 from draftgraph.engine.models.fused import worst_token_difference
+from draftgraph.engine.models.fused_qwen3_5 import require_fla
 from draftgraph.engine.models.layers import require_layer_loop, rotary_tables, unsupported
 
 
@@ -70,6 +71,8 @@ class CachedTarget:
         if kind == "linear_attention":
             if not hasattr(layer.linear_attn, "in_proj_qkv"):
                 raise unsupported(self.config, "its linear attention cannot be decoded over static caches")
+            if self.device.type == "cuda":
+                require_fla()
             return CachedDelta(layer.linear_attn, self.num_rows, self.dtype, self.device)
         heads = self.config.num_key_value_heads
         shape = (self.num_rows, heads, len(self.slots), layer.self_attn.head_dim)
@@ -158,13 +161,14 @@ class CachedTarget:
         steps = torch.arange(num_tokens, device=self.device).repeat(self.num_rows, 1)
         kept = torch.full((self.num_rows,), num_tokens, device=self.device)
         kept[::2] -= 1
-        self.reset()
-        self.forward(ids[:, :num_tokens], steps)
-        self.commit(kept)
         positions = kept[:, None] + steps
-        hidden, _ = self.forward(ids.gather(1, positions), positions)
         self.reset()
-        expected = self.model(ids, use_cache=False).logits
+        with torch.cuda.device_of(ids):  # where Triton launches; nothing on CPU
+            self.forward(ids[:, :num_tokens], steps)
+            self.commit(kept)
+            hidden, _ = self.forward(ids.gather(1, positions), positions)
+            expected = self.model(ids, use_cache=False).logits
+        self.reset()
         expected = expected.gather(1, positions[..., None].expand(-1, -1, expected.shape[-1]))
         return worst_token_difference(self.logits(hidden), expected).item()
 

@@ -2,6 +2,7 @@
 
 Promises: speculative tokens are the target's own greedy tokens, whatever the drafter proposes; the drafter runs the
 code that it is trained with (one block, one row), so training and decoding cannot drift apart.
+A plain reference: `draftgraph eval` decodes batches, by run/decoding.py.
 Does not do: batches, sampling, a key-value cache of the drafter (its context is projected anew for every block).
 
 What is counted. A verify forward is one forward of the target over a draft block of K tokens; it accepts the longest

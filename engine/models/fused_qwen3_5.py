@@ -44,9 +44,9 @@ def require_fla() -> None:
         implementation()
     except ImportError as error:
         raise CaptureError(
-            f"the fused forward of qwen3_5 needs fla, which does not import ({error}). Install it (pip install "
-            'flash-linear-attention), or write target.forward = "module" and accept slow PyTorch code by name: '
-            'capture.allow_fallback = ["fla"]'
+            f"the fused forward of qwen3_5 and its decoding need fla, which does not import ({error}). Install it (pip "
+            'install flash-linear-attention), or train with target.forward = "module" and accept slow PyTorch code by '
+            'name: capture.allow_fallback = ["fla"]'
         ) from error
 
 

@@ -56,8 +56,10 @@ def likeliest_tree(newest: Tensor, logits: Tensor, budget: int) -> Tree:
         parents.append(above)
         depths.append(torch.full_like(parent, slot + 1))
         begin += size
-    # Where the chosen lie, in order; a stable sort keeps it.
-    order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :budget]
+    # Where the chosen lie, in order; all others write to a place that is left out.
+    place = torch.where(chosen, number - 1, budget)
+    order = torch.zeros_like(number[:, :1]).repeat(1, budget + 1)
+    order = order.scatter_(1, place, torch.arange(begin, device=logits.device).expand_as(place))[:, :budget]
 
     def nodes(root: Tensor, levels: list[Tensor]) -> Tensor:
         return torch.cat([root[:, None], torch.cat(levels, 1).gather(1, order)], 1)

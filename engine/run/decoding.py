@@ -296,7 +296,7 @@ class DecodeLane:
         return {**self.written(), **weights, "fc": self.drafter.drafter.fc.weight, "uniform": self.uniform}
 
     def fill(self, number: int) -> None:
-        """Rows in the middle of their prompts or answers, caches and weights of noise: another lane may train these."""
+        """Rows in the middle of their prompts or answers; caches and weights of noise."""
         rows, generator = self.rows, torch.Generator().manual_seed(number)
         R, slots = rows.tokens.shape
         tokens = torch.randint(self.target.config.vocab_size, (R, slots), generator=generator)
@@ -312,7 +312,7 @@ class DecodeLane:
         random_fill(self.drafted, number)
         if self.temperature:
             self.drafted.copy_(torch.softmax(self.drafted, -1))
-        for i, cache in enumerate((self.target.tensors | self.drafter.tensors).values()):
-            random_fill(cache, number + i, std=0.1)
-        for i, weight in enumerate(self.drafter.drafter.parameters()):
-            random_fill(weight, number + i, std=0.05)
+        # The drafter's weights too: where it trains, its own verification writes them.
+        weights = dict(self.drafter.drafter.named_parameters())
+        for i, tensor in enumerate((self.target.tensors | self.drafter.tensors | weights).values()):
+            random_fill(tensor, number + i, std=0.1)
