@@ -72,8 +72,9 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
     for path in sorted(source.glob("eval-*.json")):
         found = json.loads(path.read_text())
         if found["step"] == saved.step:
-            name = f"acceptance length, {found['prompts']} prompts of {found['prompt_set']}"
-            facts[name] = f"{found['acceptance']:.3f}"
+            for part in found.get("sets") or [{"name": found["prompt_set"], **found}]:
+                name = f"acceptance length, {part['prompts']} prompts of {Path(part['name']).name}"
+                facts[name] = f"{part['acceptance']:.3f}"
     if (source / "receipt.json").is_file():
         facts["SHA-256 of the run's receipt.json"] = checkpoint.digest(source / "receipt.json")
     return facts

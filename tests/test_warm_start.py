@@ -77,6 +77,7 @@ def test_a_run_goes_on_where_the_released_one_was(release, tmp_path):
         ({"heads": 4, "kv_heads": 4}, "num_kv_heads is 2 there and 4 here (write drafter.kv_heads = 2)"),
         ({"target_layer_ids": [0, 2]}, "(write drafter.target_layer_ids = [1, 3])"),
         ({"sliding_layers": 2}, "(write drafter.sliding_layers = 1)"),
+        ({"sliding_rule": "speculators"}, '(write drafter.sliding_rule = "served")'),
         ({"mask_token_id": 5}, "mask_token_id is 96 there and 5 here (write drafter.mask_token_id = 96)"),
     ],
 )
