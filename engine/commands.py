@@ -98,9 +98,12 @@ def trace(args: argparse.Namespace, console: Console) -> Summary:
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.saved import evaluate_saved, keep_evaluation, load_saved
 
-    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False))
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    saved = load_saved(Path(args.source), say)
     summary = evaluate_saved(saved, args.target, args.prompts, args.num_prompts, args.max_new_tokens, args.untrained)
-    keep_evaluation(Path(args.source), saved, summary)
+    keep_evaluation(Path(args.source), saved, summary, say)
     return summary
 
 

@@ -71,7 +71,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
     saved = load_saved(folder)
     measured = evaluate_saved(saved, "", HUMAN_EVAL, NUM_PROMPTS, NEW_TOKENS, with_untrained=True)
     chapter(5, "export: for z-lab's code, SGLang and vLLM")
-    keep_evaluation(folder, saved, measured)
+    keep_evaluation(folder, saved, measured, console.print)
     export_drafter(folder / "drafter", saved.drafter, load_config(EMBEDDED), card=card_facts(folder, saved, EMBEDDED))
     summary = {
         "profile": name,

@@ -63,7 +63,7 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
         return facts
     data, drafter = saved.profile.data, saved.profile.drafter
     facts["steps"] = saved.step
-    facts["loss"] = drafter.loss
+    facts["loss"] = f"{drafter.loss}, labels: {drafter.labels}"
     if drafter.init:
         facts["continues"] = Path(drafter.init).name
     if data.shards and (Path(data.shards) / "shards.json").is_file():
@@ -71,8 +71,8 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
         facts["data"] = f"{len(rows):,} rows, {rows.lengths.sum():,} tokens, checksum {rows.facts['checksum']:08x}"
     for path in sorted(source.glob("eval-*.json")):
         found = json.loads(path.read_text())
-        if found["step"] == saved.step:
-            for part in found.get("sets") or [{"name": found["prompt_set"], **found}]:
+        for part in found.get("sets") or [{"name": found["prompt_set"], **found}]:
+            if found["step"] == saved.step and part["acceptance"] is not None:
                 name = f"acceptance length, {part['prompts']} prompts of {Path(part['name']).name}"
                 facts[name] = f"{part['acceptance']:.3f}"
     if (source / "receipt.json").is_file():
@@ -80,13 +80,20 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
     return facts
 
 
-def keep_evaluation(source: Path, saved: SavedDrafter, summary: dict[str, Any]) -> None:
-    """Write the evaluation of a run's drafter into its folder, where the model card finds it."""
-    if saved.profile is not None:
-        name = f"eval-{Path(summary['prompt_set']).stem}.json"
-        write_text(
-            source / name, json.dumps({**summary, "prompt_set": Path(summary["prompt_set"]).name}, indent=1) + "\n"
-        )
+def keep_evaluation(source: Path, saved: SavedDrafter, summary: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Write the evaluation of a run's drafter into its folder, where the model card finds it.
+
+    Args:
+        say: receives one line where the folder cannot be written: the figures are worth showing all the same.
+    """
+    if saved.profile is None:
+        return
+    prompts = Path(summary["prompt_set"])
+    try:
+        kept = {**summary, "prompt_set": prompts.name}
+        write_text(source / f"eval-{prompts.stem}.json", json.dumps(kept, indent=1) + "\n")
+    except OSError as error:
+        say(f"not kept for the model card: {error.strerror}: {error.filename}")
 
 
 def untrained(saved: SavedDrafter) -> Drafter:

@@ -15,7 +15,7 @@ from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.released import load_zlab, read_shape
 from draftgraph.engine.plan import make_plan
-from draftgraph.engine.saved import card_facts, load_saved, untrained
+from draftgraph.engine.saved import card_facts, keep_evaluation, load_saved, untrained
 from draftgraph.engine.train import train
 
 
@@ -128,3 +128,18 @@ def test_a_release_that_computes_something_else_is_refused(release, name, value)
     edit(folder, **{name: value})
     with pytest.raises(DataError, match="does not compute"):
         build(make_plan(changed(profile, init=str(folder))))
+
+
+def test_what_eval_measured_of_the_checkpoint_is_in_the_card_and_a_folder_that_refuses_it_is_told(release, tmp_path):
+    profile, _ = release
+    train(profile, tmp_path / "run", False, Console(quiet=True))
+    saved, said = load_saved(tmp_path / "run"), []
+    summary = {"step": saved.step, "prompts": 2, "acceptance": 1.5, "prompt_set": "/some/where/questions.jsonl"}
+    keep_evaluation(tmp_path / "run", saved, summary, said.append)
+    keep_evaluation(tmp_path / "run", saved, {**summary, "prompt_set": "human-eval", "step": 1}, said.append)
+    facts = card_facts(tmp_path / "run", saved, "smollm2")
+    assert facts["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert [name for name in facts if "acceptance" in name] == ["acceptance length, 2 prompts of questions.jsonl"]
+    assert not said
+    keep_evaluation(tmp_path / "nowhere", saved, summary, said.append)
+    assert "No such file" in said[0]
