@@ -71,8 +71,10 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
         facts["data"] = f"{len(rows):,} rows, {rows.lengths.sum():,} tokens, checksum {rows.facts['checksum']:08x}"
     for path in sorted(source.glob("eval-*.json")):
         found = json.loads(path.read_text())
+        if found["step"] != saved.step:
+            continue
         for part in found.get("sets") or [{"name": found["prompt_set"], **found}]:
-            if found["step"] == saved.step and part["acceptance"] is not None:
+            if part["acceptance"] is not None:
                 name = f"acceptance length, {part['prompts']} prompts of {Path(part['name']).name}"
                 facts[name] = f"{part['acceptance']:.3f}"
     if (source / "receipt.json").is_file():
