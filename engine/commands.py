@@ -116,6 +116,7 @@ def report(args: argparse.Namespace, console: Console) -> Summary:
 
 
 def evaluate(args: argparse.Namespace, console: Console) -> Summary:
+    from draftgraph.engine.progress import teller
     from draftgraph.engine.saved import EvalOptions, evaluate_saved, keep_evaluation, load_saved
     from draftgraph.engine.show import show_evaluation
 
@@ -123,7 +124,8 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
         raise UsageError(f"--temperature is 0 (greedy) or more, found {args.temperature}")
     if args.temperature and args.tree:
         raise UsageError("--tree decodes greedily; leave --temperature away")
-    saved = load_saved(Path(args.source), lambda line: console.print(line, markup=False), best=args.best)
+    say = teller(console)
+    saved = load_saved(Path(args.source), say, best=args.best)
     options = EvalOptions(
         args.prompts,
         args.num_prompts,
@@ -135,7 +137,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
         args.untrained,
     )
     summary = evaluate_saved(saved, args.target, options, console)
-    keep_evaluation(Path(args.source), saved, summary)
+    keep_evaluation(Path(args.source), saved, summary, say)
     show_evaluation(console, summary)
     return summary
 
@@ -143,11 +145,12 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
 def export(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.models.export import export_drafter
     from draftgraph.engine.models.target import load_config
+    from draftgraph.engine.progress import teller
     from draftgraph.engine.run.loggers import log_export
     from draftgraph.engine.saved import card_facts, load_saved
 
     source = Path(args.source)
-    saved = load_saved(source, lambda line: console.print(line, markup=False), best=args.best)
+    saved = load_saved(source, teller(console), best=args.best)
     target = args.target or saved.target
     if not target:
         raise UsageError(f"{args.source} does not name its target; add --target MODEL")

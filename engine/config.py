@@ -51,6 +51,7 @@ class DrafterSection:
     intermediate_size: int = 0
     sliding_layers: int = 0  # the first layers, with `sliding_window`
     sliding_window: int = 2048
+    sliding_rule: str = choice("served", "speculators", "bidirectional")  # what a sliding layer sees
     rope_theta: float = 0.0
     mask_token_id: int = -1  # -1: the model's own, where one is known
     anchors: int = 512  # per row, at most

@@ -72,7 +72,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
     options = EvalOptions(num_prompts=NUM_PROMPTS, new_tokens=NEW_TOKENS, untrained=True)
     measured = evaluate_saved(saved, "", options, console)
     chapter(5, "export: for z-lab's code, SGLang and vLLM")
-    keep_evaluation(folder, saved, measured)
+    keep_evaluation(folder, saved, measured, console.print)
     export_drafter(folder / "drafter", saved.drafter, load_config(EMBEDDED), card=card_facts(folder, saved, EMBEDDED))
     summary = {
         "profile": name,

@@ -135,9 +135,8 @@ def make_plan(profile: Profile) -> Plan:
     """
     config = load_config(profile.target.model)
     shape = drafter_shape(profile, config)
-    loss, gamma = profile.drafter, profile.drafter.gamma
-    if gamma < 0:
-        gamma = PUBLISHED_GAMMAS.get(shape.block_size, shape.block_size / 2)
+    loss = profile.drafter
+    gamma = loss.gamma if loss.gamma >= 0 else PUBLISHED_GAMMAS.get(shape.block_size, shape.block_size / 2)
     rule = LossRule(loss.loss, gamma, loss.alpha, loss.labels, loss.loss_norm)
     rows = open_rows(profile, config.vocab_size)
     valid = rows.valid_anchors(profile.drafter.anchor_rule, shape.block_size)
@@ -230,6 +229,7 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
         rope_theta=section.rope_theta or rope["rope_theta"],
         # Of the drafter's own norms, which are RMS norms whatever the target's are.
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        sliding_rule=section.sliding_rule if sliding else "served",
     )
 
 

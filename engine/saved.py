@@ -91,7 +91,7 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
         return facts
     data, drafter = saved.profile.data, saved.profile.drafter
     facts["steps"] = saved.step
-    facts["loss"] = drafter.loss
+    facts["loss"] = f"{drafter.loss}, labels: {drafter.labels}"
     if drafter.init:
         facts["continues"] = Path(drafter.init).name
     if data.shards and (Path(data.shards) / "shards.json").is_file():
@@ -99,21 +99,31 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
         facts["data"] = f"{len(rows):,} rows, {rows.lengths.sum():,} tokens, checksum {rows.facts['checksum']:08x}"
     for path in sorted(source.glob("eval-*.json")):
         found = json.loads(path.read_text())
-        if found["step"] == saved.step:
-            how = f", sampled at {found['temperature']}" if found["temperature"] else ""
-            for prompts in found["sets"]:
-                name = f"acceptance length, {prompts['prompts']} prompts of {Path(prompts['name']).name}{how}"
-                facts[name] = f"{prompts['acceptance']:.3f}"
+        if found["step"] != saved.step:
+            continue
+        how = f", sampled at {found['temperature']}" if found["temperature"] else ""
+        for part in found["sets"]:
+            if part["acceptance"] is not None:
+                name = f"acceptance length, {part['prompts']} prompts of {Path(part['name']).name}{how}"
+                facts[name] = f"{part['acceptance']:.3f}"
     if (source / "receipt.json").is_file():
         facts["SHA-256 of the run's receipt.json"] = checkpoint.digest(source / "receipt.json")
     return facts
 
 
-def keep_evaluation(source: Path, saved: SavedDrafter, summary: dict[str, Any]) -> None:
-    """Write the evaluation of a run's drafter into its folder, where the model card finds it."""
-    if saved.profile is not None:
-        name = "-".join(["eval", *(Path(prompts["name"]).stem for prompts in summary["sets"])])
+def keep_evaluation(source: Path, saved: SavedDrafter, summary: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Write the evaluation of a run's drafter into its folder, where the model card finds it.
+
+    Args:
+        say: receives one line where the folder cannot be written: the figures are worth showing all the same.
+    """
+    if saved.profile is None:
+        return
+    name = "-".join(["eval", *(Path(prompts["name"]).stem for prompts in summary["sets"])])
+    try:
         write_text(source / f"{name}.json", json.dumps(summary, indent=1) + "\n")
+    except OSError as error:
+        say(f"not kept for the model card: {error.strerror}: {error.filename}")
 
 
 def untrained(saved: SavedDrafter) -> Drafter:

@@ -88,6 +88,7 @@ def anchor_attention(
     anchor_valid: Tensor,
     window: int | None,
     scale: float,
+    rule: str = "served",
 ) -> Tensor:
     """Attend from every draft block to the context before its anchor and to the block itself.
 
@@ -98,8 +99,10 @@ def anchor_attention(
         anchor_positions: [R, A] int32, ascending among the valid ones, which come first.
         anchor_valid: [R, A] bool. False in pad slots.
         window: None for a full layer: context kv < a, and the whole block. W for a sliding layer: context kv < a within
-            the W newest positions that slot k may see, kv >= a + k - (W - 1), and the block up to and including slot k.
+            what `rule` says, and the block up to and including slot k.
         scale: positive factor on q.k before the softmax.
+        rule: of sliding layers. "served", as engines run it: kv >= a + k - (W - 1). "speculators": kv >= a - W for
+            every slot. "bidirectional": the same, and all of the block.
     Returns:
         [R, A, K, H, C] in q's dtype. Zero in invalid blocks, and so are all gradients from and to them.
     Stream: the current one of the current device, which is the tensors'.
@@ -109,7 +112,7 @@ def anchor_attention(
         and head for the backward. Tensors that are not contiguous are copied first.
     """
     return _AnchorAttention.apply(
-        q, context_k, context_v, block_k, block_v, anchor_positions, anchor_valid, window, scale
+        q, context_k, context_v, block_k, block_v, anchor_positions, anchor_valid, window, scale, rule
     )
 
 
@@ -127,13 +130,13 @@ class _AnchorAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         tensors = [tensor.contiguous() for tensor in args[:7]]
-        window, scale = args[7:]
+        window, scale, rule = args[7:]
         q, context_k = tensors[:2]
         R, A, K, H, C = q.shape
         S, G = context_k.shape[1:3]
         assert K <= 16 and H % G == 0
         ctx.tiles, ctx.scale = tiles_for(q), scale
-        ctx.constants = {"H": H, "G": G, "C": C, "DRAFT_BLOCK": K, "WINDOW": window}
+        ctx.constants = {"H": H, "G": G, "C": C, "DRAFT_BLOCK": K, "WINDOW": window, "RULE": rule}
         out = torch.empty_like(q)
         lse = torch.empty(R, G, A * K, H // G, dtype=torch.float32, device=q.device)
         tile = ctx.tiles.forward
@@ -174,4 +177,4 @@ class _AnchorAttention(torch.autograd.Function):
         anchor_block_gradient_kernel[G, triton.cdiv(A, blocks), R](
             q, block_k, block_v, *rest, block_dk, block_dv, A, scale, **options
         )
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None

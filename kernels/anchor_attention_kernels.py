@@ -18,6 +18,7 @@ from draftgraph.kernels.anchor_attention_mask import (
     border_start,
     context_range,
     load_anchors,
+    reach,
     sees_block,
     sees_context,
     tile_tokens,
@@ -45,7 +46,7 @@ def attend(queries, keys, values, visible, peak, total, acc, scale):
 def anchor_forward_kernel(
     q, context_k, context_v, block_k, block_v, positions, valid, out, lse, S, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    FOLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RULE: tl.constexpr, FOLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One query tile. The draft block comes first: it gives every row a finite maximum.
 
@@ -73,13 +74,13 @@ def anchor_forward_kernel(
     queries = tl.load(q + query_offset, mask=alive, other=0.0)
     own_keys = tl.load(block_k + block_offset, mask=own_alive, other=0.0)
     own_values = tl.load(block_v + block_offset, mask=own_alive, other=0.0)
-    own_visible = sees_block(index[:, None], slot[:, None], own_index[None, :], own_slot[None, :], WINDOW)
+    own_visible = sees_block(index[:, None], slot[:, None], own_index[None, :], own_slot[None, :], WINDOW, RULE)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, C], tl.float32)
     peak, total, acc = attend(queries, own_keys, own_values, own_visible, peak, total, acc, scale)
 
-    first, inner, inner_end, end, before, borders = context_range(anchor, S, DRAFT_BLOCK, WINDOW, BLOCK_N)
+    first, inner, inner_end, end, before, borders = context_range(anchor, S, DRAFT_BLOCK, WINDOW, RULE, BLOCK_N)
     for start in range(inner, inner_end, BLOCK_N):
         kv = start + tl.arange(0, BLOCK_N)
         keys = tl.load(context_k + context_offset + kv[:, None] * (G * C))
@@ -90,7 +91,7 @@ def anchor_forward_kernel(
         loaded = (kv < end)[:, None]
         keys = tl.load(context_k + context_offset + kv[:, None] * (G * C), mask=loaded, other=0.0)
         values = tl.load(context_v + context_offset + kv[:, None] * (G * C), mask=loaded, other=0.0)
-        visible = sees_context(anchor[:, None], slot[:, None], kv[None, :], WINDOW)
+        visible = sees_context(anchor[:, None], slot[:, None], kv[None, :], WINDOW, RULE)
         peak, total, acc = attend(queries, keys, values, visible, peak, total, acc, scale)
 
     outputs = tl.where(alive, acc / total[:, None], 0.0)
@@ -116,7 +117,7 @@ def softmax_gradient(left, right, left_grad, right_grad, lse, delta, visible, sc
 def anchor_query_gradient_kernel(
     q, context_k, context_v, block_k, block_v, positions, valid, out, lse, dout, delta, dq, S, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    FOLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RULE: tl.constexpr, FOLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile, and delta = sum(out * dout), which the other two kernels read."""
     row = tl.program_id(2).to(tl.int64)
@@ -147,11 +148,11 @@ def anchor_query_gradient_kernel(
 
     own_keys = tl.load(block_k + block_offset, mask=own_alive, other=0.0)
     own_values = tl.load(block_v + block_offset, mask=own_alive, other=0.0)
-    own_visible = sees_block(index[:, None], slot[:, None], own_index[None, :], own_slot[None, :], WINDOW)
+    own_visible = sees_block(index[:, None], slot[:, None], own_index[None, :], own_slot[None, :], WINDOW, RULE)
     _, own_grad = softmax_gradient(queries, own_keys, out_grad, own_values, row_lse, row_delta, own_visible, scale)
     acc = tl.dot(own_grad.to(own_keys.dtype), own_keys, input_precision="ieee")
 
-    first, inner, inner_end, end, before, borders = context_range(anchor, S, DRAFT_BLOCK, WINDOW, BLOCK_N)
+    first, inner, inner_end, end, before, borders = context_range(anchor, S, DRAFT_BLOCK, WINDOW, RULE, BLOCK_N)
     for start in range(inner, inner_end, BLOCK_N):
         kv = start + tl.arange(0, BLOCK_N)
         keys = tl.load(context_k + context_offset + kv[:, None] * (G * C))
@@ -163,7 +164,7 @@ def anchor_query_gradient_kernel(
         loaded = (kv < end)[:, None]
         keys = tl.load(context_k + context_offset + kv[:, None] * (G * C), mask=loaded, other=0.0)
         values = tl.load(context_v + context_offset + kv[:, None] * (G * C), mask=loaded, other=0.0)
-        visible = sees_context(anchor[:, None], slot[:, None], kv[None, :], WINDOW)
+        visible = sees_context(anchor[:, None], slot[:, None], kv[None, :], WINDOW, RULE)
         _w, score_grad = softmax_gradient(queries, keys, out_grad, values, row_lse, row_delta, visible, scale)
         acc = tl.dot(score_grad.to(keys.dtype), keys, acc, input_precision="ieee")
 
@@ -195,7 +196,7 @@ def key_gradient(
 def anchor_context_gradient_kernel(
     q, context_k, context_v, positions, valid, lse, dout, delta, dk, dv, S, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    FOLD: tl.constexpr, ALL_ANCHORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RULE: tl.constexpr, FOLD: tl.constexpr, ALL_ANCHORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one context tile of one kv head, from the anchors that can see it and all heads of the group.
 
@@ -218,8 +219,9 @@ def anchor_context_gradient_kernel(
     # A last inner tile may be a part: what it does not load gives zero.
     inner_end = tl.maximum(inner, end)
     if WINDOW is not None:
-        end = tl.sum(((anchors >= 0) & (anchors <= first_kv + BLOCK_N + WINDOW - 2)).to(tl.int32), 0)
-        all_seen = tl.sum(((anchors >= 0) & (anchors <= first_kv + WINDOW - DRAFT_BLOCK)).to(tl.int32), 0)
+        farthest, nearest = reach(DRAFT_BLOCK, WINDOW, RULE)
+        end = tl.sum(((anchors >= 0) & (anchors <= first_kv + BLOCK_N - 1 + farthest)).to(tl.int32), 0)
+        all_seen = tl.sum(((anchors >= 0) & (anchors <= first_kv + nearest)).to(tl.int32), 0)
         inner_end = inner + tl.maximum(all_seen - inner, 0) // STEP * STEP
     before = (inner - first) // STEP
     borders = before + tl.cdiv(tl.maximum(end - inner_end, 0), STEP)
@@ -249,7 +251,7 @@ def anchor_context_gradient_kernel(
         member, token, slot, index, inside = tile_tokens(tile, end, DRAFT_BLOCK, FOLD, BLOCK_M)
         head = i % FOLDS * FOLD + member
         anchor = tl.load(positions + index, mask=inside, other=-1)
-        visible = sees_context(anchor[None, :], slot[None, :], kv[:, None], WINDOW)
+        visible = sees_context(anchor[None, :], slot[None, :], kv[:, None], WINDOW, RULE)
         acc_k, acc_v = key_gradient(
             q, lse, dout, delta, token, head, inside, keys, values, visible, acc_k, acc_v, scale, H, G, C
         )
@@ -262,7 +264,7 @@ def anchor_context_gradient_kernel(
 def anchor_block_gradient_kernel(
     q, block_k, block_v, positions, valid, lse, dout, delta, dk, dv, A, scale,
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    FOLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    RULE: tl.constexpr, FOLD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the draft blocks of one tile and one kv head, summed over the heads of the group."""
     row = tl.program_id(2).to(tl.int64)
@@ -278,7 +280,7 @@ def anchor_block_gradient_kernel(
     block_offset = row * A * DRAFT_BLOCK * G * C + (own_token[:, None] * G + kv_head) * C + c
     keys = tl.load(block_k + block_offset, mask=own_alive, other=0.0)
     values = tl.load(block_v + block_offset, mask=own_alive, other=0.0)
-    visible = sees_block(index[None, :], slot[None, :], own_index[:, None], own_slot[:, None], WINDOW)
+    visible = sees_block(index[None, :], slot[None, :], own_index[:, None], own_slot[:, None], WINDOW, RULE)
     acc_k = tl.zeros([BLOCK_M // FOLD, C], tl.float32)
     acc_v = tl.zeros([BLOCK_M // FOLD, C], tl.float32)
     q += (row * A * DRAFT_BLOCK * G + kv_head) * (H // G * C)

@@ -29,25 +29,39 @@ def tile_tokens(first, end, DRAFT_BLOCK: tl.constexpr, FOLD: tl.constexpr, BLOCK
 
 
 @triton.jit
-def sees_context(anchor, slot, kv, WINDOW: tl.constexpr):
-    """Mask of the context part; the three arguments broadcast."""
+def sees_context(anchor, slot, kv, WINDOW: tl.constexpr, RULE: tl.constexpr):
+    """Mask of the context part; the three arguments broadcast. RULE as in the twin."""
     visible = kv < anchor
     if WINDOW is not None:
-        visible = visible & (kv >= anchor + slot - (WINDOW - 1))
+        if RULE == "served":
+            visible = visible & (kv >= anchor + slot - (WINDOW - 1))
+        else:
+            visible = visible & (kv >= anchor - WINDOW)
     return visible
 
 
 @triton.jit
-def sees_block(query_block, query_slot, key_block, key_slot, WINDOW: tl.constexpr):
+def sees_block(query_block, query_slot, key_block, key_slot, WINDOW: tl.constexpr, RULE: tl.constexpr):
     """Mask of the draft-block part. A token always sees itself, so no softmax is empty, not even an invalid block's."""
     visible = query_block == key_block
     if WINDOW is not None:
-        visible = visible & (key_slot <= query_slot)
+        visible = visible & ((key_slot <= query_slot) | (RULE == "bidirectional"))
     return visible
 
 
 @triton.jit
-def context_range(anchor, S, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def reach(DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr, RULE: tl.constexpr):
+    """How far back from its anchor slot 0 sees, and the last slot."""
+    if RULE == "served":
+        return WINDOW - 1, WINDOW - DRAFT_BLOCK
+    else:
+        return WINDOW, WINDOW
+
+
+@triton.jit
+def context_range(
+    anchor, S, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr, RULE: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     """Context that some row of a tile sees, [first, end), and of that the inner tiles, [inner, inner_end).
 
     Border tiles are `before` and after the inner ones, `borders` in all. Empty without a valid anchor.
@@ -57,8 +71,9 @@ def context_range(anchor, S, DRAFT_BLOCK: tl.constexpr, WINDOW: tl.constexpr, BL
     first = 0
     inner = 0
     if WINDOW is not None:
-        first = tl.maximum(oldest - (WINDOW - 1), 0)
-        newest_start = tl.maximum(end + DRAFT_BLOCK - WINDOW, first)
+        farthest, nearest = reach(DRAFT_BLOCK, WINDOW, RULE)
+        first = tl.maximum(oldest - farthest, 0)
+        newest_start = tl.maximum(end - nearest, first)
         inner = first + tl.cdiv(newest_start - first, BLOCK_N) * BLOCK_N
     inner_end = inner + tl.maximum(tl.minimum(oldest, end) - inner, 0) // BLOCK_N * BLOCK_N
     before = (inner - first) // BLOCK_N

@@ -32,6 +32,7 @@ def anchor_attention(
     anchor_valid: Tensor,
     window: int | None,
     scale: float,
+    rule: str = "served",
 ) -> Tensor:
     """Attend from every draft block to the context before its anchor and to the block itself.
 
@@ -42,8 +43,10 @@ def anchor_attention(
         anchor_positions: [R, A] int32, ascending among the valid ones, which come first.
         anchor_valid: [R, A] bool. False in pad slots.
         window: None for a full layer: context kv < a, and the whole block. W for a sliding layer: context kv < a within
-            the W newest positions that slot k may see, kv >= a + k - (W - 1), and the block up to and including slot k.
+            what `rule` says, and the block up to and including slot k.
         scale: factor on q.k before the softmax.
+        rule: of sliding layers. "served", as engines run it: kv >= a + k - (W - 1). "speculators": kv >= a - W for
+            every slot. "bidirectional": the same, and all of the block.
     Returns:
         [R, A, K, H, C] in q's dtype. Zero in invalid blocks, and so are all gradients from and to them.
     Source: the block mask of the DFlash paper; softmax in float32 (float64 for float64 inputs).
@@ -71,8 +74,9 @@ def anchor_attention(
     context_scores = (query.reshape(R, G, A * K * M, C) @ context_k.transpose(-1, -2)).view(R, G, A, K, M, S)
     block_scores = (query.reshape(R, G, A, K * M, C) @ block_k.transpose(-1, -2)).view(R, G, A, K, M, K)
     if window is not None:
-        oldest = anchors.view(R, A, 1) + slot - (window - 1)
-        hidden = hidden | (kv < oldest.unsqueeze(-1))
+        reach = slot - (window - 1) if rule == "served" else -window
+        hidden = hidden | (kv < (anchors.view(R, A, 1) + reach).unsqueeze(-1))
+    if window is not None and rule != "bidirectional":
         block_scores.masked_fill_((slot > slot.view(K, 1)).view(K, 1, K), float("-inf"))
     context_scores.masked_fill_(hidden.view(R, 1, A, -1, 1, S), float("-inf"))
 

@@ -36,10 +36,12 @@ def draw_inputs(
     return [*floats, positions.to(device), valid.to(device)]
 
 
-def run(attention: Callable[..., Tensor], inputs: list[Tensor], window: int | None, dout: Tensor) -> list[Tensor]:
+def run(
+    attention: Callable[..., Tensor], inputs: list[Tensor], window: int | None, dout: Tensor, rule: str = "served"
+) -> list[Tensor]:
     """The output and the five gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:5]]
-    out = attention(*leaves, *inputs[5:], window, inputs[0].shape[-1] ** -0.5)
+    out = attention(*leaves, *inputs[5:], window, inputs[0].shape[-1] ** -0.5, rule)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

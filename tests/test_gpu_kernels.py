@@ -24,6 +24,16 @@ def test_float32_equals_the_twin(head_dim: int, window: int | None) -> None:
     assert_close(found, run(reference.anchor_attention, inputs, window, dout), "float32 kernel, twin")
 
 
+@pytest.mark.parametrize("rule", ["speculators", "bidirectional"])
+@pytest.mark.parametrize("window", [7, 100])
+def test_other_sliding_rules_equal_the_twin(window: int, rule: str) -> None:
+    inputs = draw_inputs((2, 333, 37, 10, 6, 2, 64), (37, 20), device="cuda")
+    dout = torch.randn_like(inputs[0])
+    with empty_is_nan():
+        found = run(anchor_attention, inputs, window, dout, rule)
+    assert_close(found, run(reference.anchor_attention, inputs, window, dout, rule), "float32 kernel, twin")
+
+
 @WINDOWS
 @HEAD_DIMS
 @pytest.mark.parametrize("block_size", [4, 10, 16])

@@ -17,6 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ATTENTIONS = pytest.mark.parametrize(
     "attention", [reference.anchor_attention, kernel.anchor_attention], ids=["twin", "kernel"]
 )
+RULES = pytest.mark.parametrize("rule", ["served", "speculators", "bidirectional"])
 WINDOWS = pytest.mark.parametrize("window", [None, 9])
 
 
@@ -30,6 +31,7 @@ def definition(
     anchor_valid: Tensor,
     window: int | None,
     scale: float,
+    rule: str,
 ) -> Tensor:
     """The mask written out: one query at a time, over the list of what it may see."""
     out = torch.zeros_like(q)
@@ -38,8 +40,9 @@ def definition(
     for r, j in anchor_valid.nonzero().tolist():
         a = int(anchor_positions[r, j])
         for k in range(K):
-            seen = [kv for kv in range(S) if kv < a and (window is None or kv >= a + k - (window - 1))]
-            mates = [i for i in range(K) if window is None or i <= k]
+            oldest = 0 if window is None else a + k - (window - 1) if rule == "served" else a - window
+            seen = [kv for kv in range(S) if oldest <= kv < a]
+            mates = [i for i in range(K) if window is None or rule == "bidirectional" or i <= k]
             for h in range(H):
                 g = h // (H // G)
                 keys = torch.cat([context_k[r, seen, g], block_k[r, j, mates, g]])
@@ -48,12 +51,24 @@ def definition(
     return out
 
 
+@RULES
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-def test_twin_is_the_mask_written_out(window: int | None) -> None:
+def test_twin_is_the_mask_written_out(window: int | None, rule: str) -> None:
     inputs = draw_inputs((3, 21, 5, 4, 6, 2, 8), (5, 2, 0), torch.float64)
     dout = torch.randn_like(inputs[0])
-    expected = run(definition, inputs, window, dout)
-    assert_close(run(reference.anchor_attention, inputs, window, dout), expected, "float64 twin, definition")
+    expected = run(definition, inputs, window, dout, rule)
+    assert_close(run(reference.anchor_attention, inputs, window, dout, rule), expected, "float64 twin, definition")
+
+
+@RULES
+@pytest.mark.parametrize("window", [1, 4, 20, 33, 110])
+def test_kernel_equals_its_twin_under_every_rule(window: int, rule: str) -> None:
+    inputs = draw_inputs((2, 150, 40, 3, 2, 1, 16), (38, 3), device=DEVICE)
+    dout = torch.randn_like(inputs[0])
+    with empty_is_nan():
+        found = run(kernel.anchor_attention, inputs, window, dout, rule)
+    tolerance = "float32 interpreter, twin" if DEVICE == "cpu" else "float32 kernel, twin"
+    assert_close(found, run(reference.anchor_attention, inputs, window, dout, rule), tolerance)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def compile_anchor_attention(capability: int) -> dict[str, int]:
             (kernels.anchor_block_gradient_kernel, tiles.block_gradient),
         ):
             shape = {"H": 32, "G": 8, "C": head_dim, "DRAFT_BLOCK": 16, "WINDOW": window, "ALL_ANCHORS": 512}
+            shape["RULE"] = "served"
             _, _, constants = launch(tile, shape | {"BLOCK_N": tile.block_n})
             options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
             types |= dict.fromkeys(constants, "constexpr")

@@ -16,7 +16,7 @@ FAMILIES = ("llama", "qwen3", "qwen3_5_text", "gemma3_text")
 NO_STOP: frozenset[int] = frozenset()
 
 
-def tiny_target(family: str) -> torch.nn.Module:
+def tiny_target(family: str, tied: bool = False) -> torch.nn.Module:
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -25,7 +25,7 @@ def tiny_target(family: str) -> torch.nn.Module:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "max_position_embeddings": 256,
     }
     if family == "qwen3_5_text":  # three GatedDeltaNet layers, then one of attention
@@ -195,10 +195,11 @@ def test_tokens_after_a_stop_token_are_neither_returned_nor_counted():
         assert decoded.forwards + sum(decoded.accepted_per_slot) == len(expected) - 1
 
 
-def test_a_drafter_trained_on_a_row_has_its_whole_blocks_accepted_on_that_row():
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_drafter_trained_on_a_row_has_its_whole_blocks_accepted_on_that_row(tied):
     """Training and decoding are one computation: what the loss says is learnt is accepted."""
     block_size = 4
-    model = tiny_target("qwen3")
+    model = tiny_target("qwen3", tied)
     row = torch.cat([prompt(), torch.tensor(decode_plain(model, prompt(), NEW, NO_STOP))])
     taps, embedding, lm_head = taps_of(model, row), model.get_input_embeddings(), model.get_output_embeddings().weight
     drafter = Drafter(tiny_shape(block_size), max_context=64)

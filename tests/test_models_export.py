@@ -1,5 +1,6 @@
 """The exported drafter: z-lab's fields and tensor names, read back unchanged, refused when it does not fit."""
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -97,6 +98,14 @@ def test_the_speculators_form_counts_layers_from_the_embedding_and_nests_the_dec
     decoder = config["transformer_layer_config"]
     assert (decoder["num_hidden_layers"], decoder["sliding_window"]) == (2, 16)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == dict(drafter.named_parameters()).keys()
+
+
+def test_a_sliding_rule_that_zlabs_readers_do_not_follow_goes_to_speculators_only(tmp_path):
+    drafter = Drafter(dataclasses.replace(SHAPE, sliding_rule="bidirectional"), max_context=16)
+    with pytest.raises(UsageError, match="write --format speculators"):
+        export_drafter(tmp_path / "out", drafter, TARGET_CONFIG, card={})
+    export_drafter(tmp_path / "out", drafter, TARGET_CONFIG, form="speculators", card={"base_model": "some/model"})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["sliding_window_non_causal"] is True
 
 
 def test_transformers_reads_the_same_shape_from_the_config(exported):

@@ -15,7 +15,7 @@ from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.released import load_zlab, read_shape
 from draftgraph.engine.plan import make_plan
-from draftgraph.engine.saved import card_facts, load_saved, untrained
+from draftgraph.engine.saved import card_facts, keep_evaluation, load_saved, untrained
 from draftgraph.engine.train import train
 
 
@@ -77,6 +77,7 @@ def test_a_run_goes_on_where_the_released_one_was(release, tmp_path):
         ({"heads": 4, "kv_heads": 4}, "num_kv_heads is 2 there and 4 here (write drafter.kv_heads = 2)"),
         ({"target_layer_ids": [0, 2]}, "(write drafter.target_layer_ids = [1, 3])"),
         ({"sliding_layers": 2}, "(write drafter.sliding_layers = 1)"),
+        ({"sliding_rule": "speculators"}, '(write drafter.sliding_rule = "served")'),
         ({"mask_token_id": 5}, "mask_token_id is 96 there and 5 here (write drafter.mask_token_id = 96)"),
     ],
 )
@@ -127,3 +128,23 @@ def test_a_release_that_computes_something_else_is_refused(release, name, value)
     edit(folder, **{name: value})
     with pytest.raises(DataError, match="does not compute"):
         build(make_plan(changed(profile, init=str(folder))))
+
+
+def test_what_eval_measured_of_the_checkpoint_is_in_the_card_and_a_folder_that_refuses_it_is_told(release, tmp_path):
+    profile, _ = release
+    train(profile, tmp_path / "run", False, Console(quiet=True))
+    saved, said = load_saved(tmp_path / "run"), []
+    sets = [
+        {"name": "/some/where/questions.jsonl", "prompts": 2, "acceptance": 1.5},
+        {"name": "unanswered.txt", "prompts": 1, "acceptance": None},
+    ]
+    summary = {"step": saved.step, "temperature": 0.0, "sets": sets}
+    keep_evaluation(tmp_path / "run", saved, summary, said.append)
+    earlier = {**summary, "step": 1, "sets": [{**sets[0], "name": "human-eval"}]}
+    keep_evaluation(tmp_path / "run", saved, earlier, said.append)
+    facts = card_facts(tmp_path / "run", saved, "smollm2")
+    assert facts["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert [name for name in facts if "acceptance" in name] == ["acceptance length, 2 prompts of questions.jsonl"]
+    assert not said
+    keep_evaluation(tmp_path / "nowhere", saved, summary, said.append)
+    assert "No such file" in said[0]

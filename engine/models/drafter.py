@@ -38,6 +38,7 @@ class DrafterShape:
     sliding_window: int | None
     rope_theta: float
     rms_norm_eps: float
+    sliding_rule: str = "served"  # see `reference.anchor_attention`
 
     @property
     def num_parameters(self) -> int:
@@ -115,6 +116,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = h, g, c
         self.window = shape.sliding_window if shape.layer_types[layer] == "sliding_attention" else None
+        self.rule = shape.sliding_rule
         # NOTE: q, k, v run as one product, and so do gate and up, without a copy because they are registered in a row.
         self.q_proj = nn.Linear(d, h * c, bias=False)
         self.k_proj = nn.Linear(d, g * c, bias=False)
@@ -135,7 +137,7 @@ class Attention(nn.Module):
         context_k, context_v = self.context_keys(context) if isinstance(context, Context) else context[self.layer]
         anchors = (blocks.anchor_positions, blocks.anchor_valid)
         out = ops.anchor_attention(
-            q, context_k, context_v, block_k, block_v, *anchors, self.window, self.head_dim**-0.5
+            q, context_k, context_v, block_k, block_v, *anchors, self.window, self.head_dim**-0.5, self.rule
         )
         return stacked_linear(out.flatten(-2), self.o_proj.weight)
 

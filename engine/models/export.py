@@ -63,6 +63,11 @@ def export_drafter(
         raise UsageError(
             f"export: {folder} exists and is not an exported drafter and nothing else. Name another --out, or empty it"
         )
+    if form == "zlab" and drafter.shape.sliding_rule != "served":
+        raise UsageError(
+            f'export: the drafter was trained with drafter.sliding_rule = "{drafter.shape.sliding_rule}", and readers '
+            "of z-lab's form mask sliding layers in another way; write --format speculators"
+        )
     if form == "zlab":
         config = zlab_config(drafter.shape, target_config, dtype)
     else:

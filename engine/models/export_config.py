@@ -88,7 +88,7 @@ def speculators_config(shape: DrafterShape, target_config: Any, dtype: torch.dty
         "block_size": shape.block_size,
         "aux_hidden_state_layer_ids": [i + 1 for i in shape.target_layer_ids],
         "mask_token_id": shape.mask_token_id,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": shape.sliding_rule == "bidirectional",
         "sample_from_anchor": False,
         "tie_word_embeddings": False,
         **dtype_names(dtype),

@@ -36,7 +36,7 @@ KEYS = {
     "num_kv_heads": "kv_heads",
     "layer_types": "sliding_layers",
     **{name: name for name in ("intermediate_size", "head_dim", "block_size", "mask_token_id", "target_layer_ids")},
-    **{name: name for name in ("sliding_window", "rope_theta")},
+    **{name: name for name in ("sliding_window", "sliding_rule", "rope_theta")},
 }
 
 
@@ -133,7 +133,7 @@ def require_same_shape(folder: Path, wanted: DrafterShape) -> None:
 
 
 def as_toml(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def initialise(drafter: Drafter, init: str, seed: int, std: float) -> None:

@@ -89,7 +89,8 @@ def theirs(plan: Plan, peer: tuple[Any, Any], out: Path) -> tuple[list[float], d
     initialise(first, profile.drafter.init, profile.run.seed, profile.drafter.init_std)
     export_drafter(out / "first", first, plan.target_config, dtype=dtype, card={})
     backend = "flex_attention" if on_gpu else "sdpa"
-    draft = peer[1].from_pretrained(out / "first", dtype=dtype, attn_implementation=backend).to(device)
+    draft = peer[1].from_pretrained(out / "first", dtype=dtype, attn_implementation="sdpa").to(device)
+    draft.config._attn_implementation = backend
 
     head, decoder = target.get_output_embeddings(), target.get_decoder()
     model = peer[0](

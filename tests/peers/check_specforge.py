@@ -64,7 +64,7 @@ def check(folder: Path, create_mask, draft_class) -> dict[str, float]:
 if __name__ == "__main__":
     logging.disable_progress_bar()
     peer, worst = import_peer(), 0.0
-    for case in sorted(path for path in Path(sys.argv[1]).iterdir() if path.is_dir()):
+    for case in sorted(path.parent for path in Path(sys.argv[1]).glob("*/zlab")):
         result = check(case, *peer)
         print(case.name, result)
         worst = max(worst, *result.values())

@@ -22,12 +22,15 @@ from draftgraph.engine.models.loss import LossRule, dflash_loss
 from draftgraph.engine.models.target import Target
 
 VOCAB, HIDDEN, TAPS, BLOCK, PROMPT, NEW = 61, 32, (0, 2, 3), 5, 9, 40
-# Target family, does it tie its head, layers of the drafter, their window.
+SLIDING = ("sliding_attention", "full_attention")
+# Target family, does it tie its head, layers of the drafter, their window, its rule. Of the last two speculators alone.
 CASES = {
-    "tied": ("llama", True, ("full_attention",) * 2, None),
-    "untied": ("qwen3", False, ("full_attention",) * 2, None),
-    "sliding": ("qwen3", False, ("sliding_attention", "full_attention"), 12),
-    "wide-window": ("llama", True, ("sliding_attention", "full_attention"), 128),
+    "tied": ("llama", True, ("full_attention",) * 2, None, "served"),
+    "untied": ("qwen3", False, ("full_attention",) * 2, None, "served"),
+    "sliding": ("qwen3", False, SLIDING, 12, "served"),
+    "wide-window": ("llama", True, SLIDING, 128, "served"),
+    "window-of-speculators": ("llama", True, SLIDING, 12, "speculators"),
+    "bidirectional-window": ("qwen3", False, SLIDING, 12, "bidirectional"),
 }
 
 
@@ -73,7 +76,9 @@ def trained_drafter(model: torch.nn.Module, shape: DrafterShape, row: Tensor, ta
     return drafter.requires_grad_(False)
 
 
-def write_case(folder: Path, family: str, tied: bool, layer_types: tuple[str, ...], window: int | None) -> None:
+def write_case(
+    folder: Path, family: str, tied: bool, layer_types: tuple[str, ...], window: int | None, rule: str
+) -> None:
     model = tiny_target(family, tied)
     model.save_pretrained(folder / "target")
     prompt = torch.randint(3, VOCAB - 1, (PROMPT,), generator=torch.Generator().manual_seed(2))
@@ -96,9 +101,10 @@ def write_case(folder: Path, family: str, tied: bool, layer_types: tuple[str, ..
         sliding_window=window,
         rope_theta=5e4,
         rms_norm_eps=1e-5,
+        sliding_rule=rule,
     )
     drafter = trained_drafter(model, shape, row, taps)
-    for form in ("zlab", "speculators"):
+    for form in ("zlab", "speculators") if rule == "served" else ("speculators",):
         card = {"base_model": str(folder / "target")}
         export_drafter(folder / form, drafter, model.config, form=form, dtype=torch.float32, card=card)
 
@@ -127,11 +133,11 @@ def write_case(folder: Path, family: str, tied: bool, layer_types: tuple[str, ..
     final = model.get_decoder()(row[None]).last_hidden_state
     losses = {}
     for name, labels in (("kl_div", "target"), ("ce", "argmax")):
-        rule = LossRule("decay", 4.0, labels=labels, norm="slots")
-        sums = dflash_loss(out, model.get_output_embeddings().weight, row[None], mask, every, valid, rule, 64, final)
+        kind = LossRule("decay", 4.0, labels=labels, norm="slots")
+        sums = dflash_loss(out, model.get_output_embeddings().weight, row[None], mask, every, valid, kind, 64, final)
         losses[name] = float(sums.loss / sums.weight)
     facts = {"losses": losses, "prompt_tokens": PROMPT, "new_tokens": NEW, "forwards": decoded.forwards}
-    facts["comparable_in_speculators"] = window is None or window > len(row)
+    facts["comparable_in_speculators"] = rule != "served" or window is None or window > len(row)
     (folder / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
