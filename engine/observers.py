@@ -52,6 +52,7 @@ class Observers:
         uuids = dict(zip((f"cuda:{index}" for index in gpus), nvml.uuids(gpus), strict=True))
         self.sampler = Sampler(folder / "devices.jsonl", uuids, section.sample_seconds)
         self.view: View | None = None
+        self.begun = self.finished = False  # the steps; what comes after them
 
     def __enter__(self) -> Self:
         if not self.start_step:
@@ -66,6 +67,9 @@ class Observers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.sampler.close()
+        # A run that broke is looked at most of all.
+        if isinstance(error, Exception) and self.begun and not self.finished:
+            self.report()
         self.loggers.abandon()
 
     def say(self, line: str) -> None:
@@ -74,6 +78,7 @@ class Observers:
     @contextmanager
     def steady(self) -> Iterator[None]:
         """The steps: a live panel in a terminal, a line now and then elsewhere and in CI."""
+        self.begun = True
         self.sampler.enter(STEADY)
         self.lines = PlainLines(self.console)
         try:
@@ -132,14 +137,19 @@ class Observers:
 
     def finish(self) -> None:
         """Write the report, say what was found, end the loggers."""
+        self.finished = True
         for sentence in self.sampler.flatness.sentences():
             self.say(f"memory of {sentence}")
-        try:
-            self.say(f"report: {write_report(self.folder)}")
-        except Exception as error:  # a run that ends well must not fail by a picture of it
-            self.say(f"no report ({error!r}); `draftgraph report {self.folder}` tries again")
+        self.report()
         if told := self.loggers.close([self.folder / name for name in FILES]):
             self.say(told)
+
+    def report(self) -> None:
+        """Write report.html; a run must not fail by a picture of it."""
+        try:
+            self.say(f"report: {write_report(self.folder)}")
+        except Exception as error:
+            self.say(f"no report ({error!r}); `draftgraph report {self.folder}` tries again")
 
 
 def is_terminal(console: Console) -> bool:

@@ -2,13 +2,16 @@
 
 import json
 
+import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from test_engine_steady import late_capture_at
 from tiny import ordinary_rows, tiny_profile
 from watched_run import bare, figures_of, watched
 
 from draftgraph.engine import observers
+from draftgraph.engine.errors import RunError
 from draftgraph.engine.train import train
 
 STATE = "checkpoints/step-000006/state.safetensors"
@@ -40,6 +43,14 @@ def test_buckets_json_says_how_the_rows_fill_them(tmp_path):
     assert sum(lengths["counts"]) == lengths["rows"] == sum(found["rows_per_bucket"]) == 24
     assert sum(found["tokens_per_bucket"]) == lengths["tokens"] == sum(length for length, _ in ordinary_rows())
     assert set(found["buckets"][0]) == {"rows", "context", "anchors"}
+
+
+def test_a_run_that_breaks_leaves_a_report_of_its_steps(tmp_path, monkeypatch):
+    late_capture_at(3, monkeypatch)
+    profile = tiny_profile(tmp_path, log={"every": 1, "wandb": "off"}, capture={"watch": "strict"})
+    with pytest.raises(RunError, match="strict"):
+        train(profile, tmp_path / "run", False, Console(quiet=True))
+    assert "Step 3 of 6." in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import tiny_profile
 
+from draftgraph.capture.verify import compare, eager_references
+from draftgraph.engine.build import build
 from draftgraph.engine.config import from_values
 from draftgraph.engine.data.prompts import load_prompts
 from draftgraph.engine.errors import Interrupted, UsageError
@@ -97,3 +99,15 @@ def test_the_shipped_held_out_prompts_are_no_training_prompts():
     held_out = load_prompts(str(DATA / "smollm2-held-out.jsonl"))
     asked = set(load_prompts(str(DATA / "smollm2-code-prompts.jsonl")))
     assert len(held_out) >= 8 and not asked & set(held_out)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_no_step_depends_on_what_ran_before_it_also_where_the_drafter_trains(tmp_path, family):
+    engine = build(make_plan(tiny_profile(tmp_path, family, eval=EVAL)))
+    for lane in engine.lanes:
+        lane.warm_up(1)
+    references = eager_references(engine.lanes, 2)
+    for lane in engine.lanes:
+        lane.capture()
+    compare(engine.lanes, references)
+    engine.close()

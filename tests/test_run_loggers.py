@@ -121,6 +121,17 @@ def test_a_full_disk_is_told_and_costs_nothing(folder, fake):
     assert log.process.returncode == 0 and fake("init") == []  # without a state there is no id to keep
 
 
+def test_a_signal_to_every_process_of_a_job_is_for_the_run(folder, fake):
+    log = Loggers(folder, ["wandb=offline"])
+    log.log(1, {"loss": 1.0})
+    while not fake("log"):
+        time.sleep(0.05)
+    log.process.send_signal(signal.SIGTERM)
+    log.log(2, {"loss": 1.0})
+    log.close([])
+    assert [line["step"] for line in fake("log")] == [1, 2] and fake("finish") == [0]
+
+
 def test_half_a_message_is_left_out(folder, fake):
     log = Loggers(folder, ["wandb=offline"])
     os.write(log.pipe, b'{"step": 1, "figu\n')

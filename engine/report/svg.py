@@ -5,8 +5,8 @@ the page.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
@@ -41,7 +41,6 @@ class Plot:
     shades: Sequence[tuple[float, float, str]] = ()
     marks: Sequence[tuple[float, str]] = ()
     from_zero: bool = False
-    y_text: Callable[[float], str] = field(default=lambda value: number(value))
 
 
 def number(value: float) -> str:
@@ -109,7 +108,7 @@ class _Axes:
         for value in ticks(self.y0, self.y1):
             y = self.top(value)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(plot.y_text(value))}</text>')
+            parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(number(value))}</text>')
         shown = x_ticks if x_ticks is not None else [(value, number(value)) for value in ticks(self.x0, self.x1)]
         for value, text in shown:
             parts.append(f'<text class="x" x="{self.left(value):.1f}" y="{bottom + 15}">{escape(text)}</text>')
@@ -160,8 +159,8 @@ def _hovers(axes: _Axes, lines: Sequence[Line]) -> Iterator[str]:
         for point in line.points:
             last[min(HOVERS - 1, int((axes.left(point.x) - LEFT) / width))] = point
         for index, p in last.items():
-            spread = f" ({axes.plot.y_text(p.low)} to {axes.plot.y_text(p.high)})" if p.low < p.high else ""
-            said[index].append(f"{line.name} at {number(p.x)}: {axes.plot.y_text(p.mean)}{spread}")
+            spread = f" ({number(p.low)} to {number(p.high)})" if p.low < p.high else ""
+            said[index].append(f"{line.name} at {number(p.x)}: {number(p.mean)}{spread}")
     for index, texts in enumerate(said):
         if texts:
             yield (
@@ -177,16 +176,16 @@ def bar_plot(plot: Plot, names: Sequence[str], groups: Sequence[tuple[str, Seque
         return ""
     axes = _Axes(plot, (-0.5, len(names) - 0.5), (min(0.0, *counted), max(counted)))
     parts, width = [], 0.8 / len(groups)
-    for number_of_group, (group, values) in enumerate(groups):
+    for place, (group, values) in enumerate(groups):
         for index, value in enumerate(values):
             if value is None:
                 continue
-            left, right = (axes.left(index - 0.4 + width * n) for n in (number_of_group, number_of_group + 1))
+            left, right = (axes.left(index - 0.4 + width * n) for n in (place, place + 1))
             y, zero = sorted((axes.top(value), axes.top(0.0)))
             parts.append(
-                f'<rect style="fill:{colour(number_of_group)}" x="{left:.1f}" y="{y:.1f}" '
+                f'<rect style="fill:{colour(place)}" x="{left:.1f}" y="{y:.1f}" '
                 f'width="{max(1.0, right - left - 1):.1f}" height="{zero - y:.1f}">'
-                f"<title>{escape(f'{group} {names[index]}: {plot.y_text(value)}')}</title></rect>"
+                f"<title>{escape(f'{group} {names[index]}: {number(value)}')}</title></rect>"
             )
     every = -(-len(names) // 16)
     return axes.drawn("".join(parts), [(index, name) for index, name in enumerate(names) if index % every == 0])

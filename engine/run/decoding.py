@@ -296,7 +296,7 @@ class DecodeLane:
         return {**self.written(), **weights, "fc": self.drafter.drafter.fc.weight, "uniform": self.uniform}
 
     def fill(self, number: int) -> None:
-        """Rows in the middle of their prompts or answers, caches of noise."""
+        """Rows in the middle of their prompts or answers, caches and weights of noise: another lane may train these."""
         rows, generator = self.rows, torch.Generator().manual_seed(number)
         R, slots = rows.tokens.shape
         tokens = torch.randint(self.target.config.vocab_size, (R, slots), generator=generator)
@@ -314,3 +314,5 @@ class DecodeLane:
             self.drafted.copy_(torch.softmax(self.drafted, -1))
         for i, cache in enumerate((self.target.tensors | self.drafter.tensors).values()):
             random_fill(cache, number + i, std=0.1)
+        for i, weight in enumerate(self.drafter.drafter.parameters()):
+            random_fill(weight, number + i, std=0.05)

@@ -45,10 +45,6 @@ class Flatness:
                 seen.moved = now
             seen.low, seen.high, seen.latest = min(seen.low, used), max(seen.high, used), now
 
-    def range_bytes(self) -> int | None:
-        """Highest minus lowest sample of the steady phase, of the device where it is largest; None without samples."""
-        return max((seen.high - seen.low for seen in self._steady.values()), default=None)
-
     def sentences(self) -> list[str]:
         """One per device: flat, or by how much it moved and when; and what the warm-up took."""
         return [f"{device}: {self._sentence(device, seen)}" for device, seen in sorted(self._steady.items())]

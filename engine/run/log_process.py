@@ -186,6 +186,8 @@ def summary_of(files: list[Path]) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     folder, first_step, *names = arguments
     os.nice(10)  # the run comes first
+    # A scheduler of jobs sends it to every process; the run says when it is over.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not os.access(Path.home(), os.W_OK):
         # wandb keeps caches and settings at home.
         for name in ("CACHE", "CONFIG", "DATA"):
