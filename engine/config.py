@@ -274,8 +274,7 @@ def check(profile: Profile) -> None:
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")
     if profile.optim.on_not_finite == "roll-back" and profile.checkpoint.keep < 3:
         raise UsageError(
-            f'profile: optim.on_not_finite = "roll-back" needs checkpoint.keep = 3 or more, found '
-            f"{profile.checkpoint.keep}: the newest may be what it rolls back from"
+            f"profile: optim.on_not_finite = 'roll-back' needs checkpoint.keep = 3, found {profile.checkpoint.keep}"
         )
     drafter, placement = profile.drafter, profile.placement
     if profile.optim.warmup > 1 or drafter.alpha > 1:

@@ -221,7 +221,7 @@ def main() -> int:
     left = processes()
     table = {**figures(), "long_run_newest_checkpoint": newest, "processes_left": len(left)}
     write_receipt(args.receipt, receipt("soak", "random profiles of tests/soak.py", ours=table))
-    console.print(summary_table(f"soak, {args.minutes:g} minutes", {**table, "receipt": str(args.receipt)}))
+    console.print(summary_table("soak", {**table, "receipt": str(args.receipt)}))
     for what in trouble:
         console.print(what, markup=False)
     if not trouble:

@@ -29,7 +29,8 @@ def test_the_figures_of_a_receipt_are_those_of_the_readme(path):
         ours = receipt["ours"]
         assert ours["wrong_bits"] == ours["failures"] == ours["processes_left"] == 0
         assert ours["handles_before"] == ours["handles_after"]
-        assert f"{ours['fuzzed_inputs']:,} broken" in README and f"{ours['kills']} kills" in README
+        assert f"{ours['fuzzed_inputs']:,} broken" in README and f"{ours['kills_in_writing']} of them inside" in README
+        assert f"{ours['runs']} runs with {ours['kills']} kills" in README and f"{ours['stops']} stops" in README
         assert f"{100 * ours['long_run_memory_growth']:.2f} %" in README
         return
     assert f"{receipt['ours']['real_tokens_per_s']:,.0f}" in README

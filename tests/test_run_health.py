@@ -169,5 +169,5 @@ def test_a_run_that_no_lower_rate_helps_stops_and_one_with_nothing_to_go_back_to
 
 
 def test_a_roll_back_needs_three_checkpoints(tmp_path):
-    with pytest.raises(UsageError, match=r"needs checkpoint\.keep = 3 or more, found 2"):
+    with pytest.raises(UsageError, match=r"needs checkpoint\.keep = 3, found 2"):
         tiny_profile(tmp_path, optim=ROLLS_BACK, checkpoint={"keep": 2})
