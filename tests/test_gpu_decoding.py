@@ -7,6 +7,7 @@ import torch
 from test_evaluate import SETS, evaluation, fresh_drafter, tokenizer  # noqa: F401  the fixture
 from test_gpu_run import run
 
+from draftgraph.engine.models.target import quiet
 from draftgraph.kernels import gated_delta, reference
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +20,8 @@ def randn(*shape, seed):
 
 @pytest.mark.parametrize("n", [1, 5, 64])
 def test_the_rule_from_a_memory_equals_its_twin(n):
+    with quiet():
+        gated_delta.implementation()  # fla warns on import
     q, k, v = randn(3, n, 2, 64, seed=0), randn(3, n, 2, 64, seed=1), randn(3, n, 4, 64, seed=2)
     log_decay, strength = -randn(3, n, 4, seed=3).abs(), randn(3, n, 4, seed=4).sigmoid()
     inputs = (q, k, v, log_decay, strength, randn(3, 4, 64, 64, seed=5))

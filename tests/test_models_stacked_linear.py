@@ -71,6 +71,7 @@ def test_a_training_drafter_copies_no_weights():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the first product of autograd's thread
 def test_gradients_of_several_passes_add_up_in_float32_memory(device, dtype):
     ours = nn.ModuleList(layers()).to(device)
     flat = FlatParameters(ours, dtype, torch.device(device))

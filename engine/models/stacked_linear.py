@@ -41,14 +41,15 @@ def adjacent(tensors: tuple[Tensor, ...]) -> Tensor | None:
 class _StackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x)
+        ctx.weights = weights  # NOTE: themselves: a checkpointed layer would hand back copies without gradients
         return F.linear(x, stack(weights))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        x_grad = grad @ stack(tuple(weights)) if ctx.needs_input_grad[0] else None
+        (x,), weights = ctx.saved_tensors, ctx.weights
+        x_grad = grad @ stack(weights) if ctx.needs_input_grad[0] else None
         into = [weight.grad for weight in weights]
         total = None if None in into else adjacent(tuple(into))
         if total is None:
