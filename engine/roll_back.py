@@ -7,7 +7,7 @@ from typing import Any
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.health import Diverged
-from draftgraph.engine.run.scheduler import Rig
+from draftgraph.engine.run.rig import Rig
 
 LOWER, LOWEST = 0.5, 2.0**-6  # of the profile's rate
 

@@ -2,10 +2,12 @@
 
 import fcntl
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import tomli_w
 from rich.console import Console
 
 from draftgraph.engine.config import load_profile, to_toml
@@ -14,6 +16,9 @@ from draftgraph.engine.plan import Plan
 from draftgraph.engine.progress import teller
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import write_text
+
+# What every version writes; one that knew fewer keys left them, and later sections, out.
+SECTIONS = {"run", "target", "drafter", "data", "buckets", "placement", "optim", "capture", "checkpoint", "log"}
 
 
 def open_run(folder: Path, own: Path, plan: Plan, resume: bool, console: Console) -> Path | None:
@@ -48,11 +53,14 @@ def open_run(folder: Path, own: Path, plan: Plan, resume: bool, console: Console
 
 
 def is_resolved(path: Path) -> bool:
-    """Whether a profile is as a run writes it, every default written out."""
+    """Whether a profile is as a run of this or of an older version writes it, every default of its time written out."""
     try:
-        return to_toml(load_profile(str(path))) == path.read_text()
+        load_profile(str(path))
+        text = path.read_text()
     except (UsageError, OSError, UnicodeDecodeError):
         return False
+    values = tomllib.loads(text)
+    return tomli_w.dumps(values) == text and values.keys() >= SECTIONS
 
 
 @contextmanager

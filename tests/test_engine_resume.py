@@ -4,12 +4,15 @@ import io
 import json
 import re
 import shutil
+import tomllib
 
 import pytest
+import tomli_w
 from rich.console import Console
 from test_engine_run import assert_same_bits, masters, run
 from tiny import ordinary_rows, tiny_profile
 
+from draftgraph.engine.config import to_toml
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run import checkpoint
@@ -112,11 +115,41 @@ def test_a_second_process_in_one_run_folder_is_refused(tmp_path):
         run(tiny_profile(tmp_path), tmp_path / "run")
 
 
-def test_a_users_own_profile_is_never_overwritten(tmp_path):
-    (tmp_path / "profile.toml").write_text("# mine")
+@pytest.mark.parametrize("mine", ["# mine", '[data]\nshards = "s"\n', "# {}", "[run]\nstep = 1\n"])
+def test_a_users_own_profile_is_never_overwritten(tmp_path, mine):
+    mine = mine.replace("{}", "mine\n" + to_toml(tiny_profile(tmp_path)))
+    (tmp_path / "profile.toml").write_text(mine)
     with pytest.raises(RunError, match="not a run's"):
         run(tiny_profile(tmp_path), tmp_path)
-    assert (tmp_path / "profile.toml").read_text() == "# mine"
+    assert (tmp_path / "profile.toml").read_text() == mine
+
+
+def test_a_run_of_an_older_version_goes_on_with_defaults_for_the_keys_that_it_lacks(tmp_path):
+    profile = tiny_profile(tmp_path)
+    run(profile, tmp_path / "whole")
+    folder = shutil.copytree(tmp_path / "whole", tmp_path / "older")
+    checkpoint.remove(folder / "checkpoints" / "step-000006")
+    older = {section: dict(keys) for section, keys in tomllib.loads((folder / "profile.toml").read_text()).items()}
+    del older["eval"]
+    for section, key in (("target", "precision"), ("drafter", "labels"), ("optim", "on_not_finite"), ("log", "wandb")):
+        del older[section][key]
+    (folder / "profile.toml").write_text(tomli_w.dumps(older))
+    path = folder / "checkpoints" / "step-000003"
+    scalars = json.loads((path / "state.json").read_text())
+    del scalars["rate_share"]
+    for name in checkpoint.UNSAID:
+        section, _, key = name.partition(".")
+        del scalars[section][key]
+    (path / "state.json").write_text(json.dumps(scalars))
+    manifest = json.loads((path / "manifest.json").read_text())
+    sealed = {"bytes": (path / "state.json").stat().st_size, "sha256": checkpoint.digest(path / "state.json")}
+    manifest["files"]["state.json"] = sealed
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    said = Console(record=True, width=400, file=io.StringIO())
+    assert train(profile, folder, True, said)["first_step"] == 3
+    assert "not the bits" not in said.export_text()
+    assert_same_bits(masters(tmp_path / "whole", 6), masters(folder, 6))
+    assert (folder / "profile.toml").read_text() == (tmp_path / "whole" / "profile.toml").read_text()
 
 
 def test_a_resume_with_other_drafters_says_that_it_is_not_bitwise(tmp_path):

@@ -29,6 +29,14 @@ FILES = (STATE, SCALARS)  # named by the manifest
 FORMAT, VERSION = "draftgraph-checkpoint", 1
 # What a resume may change: it is defined, and no longer gives the bits of an uninterrupted run.
 CHANGEABLE = ("optim.lr", "chunk_slots", "buckets", "placement.targets", "placement.drafters", "placement.hosts")
+# What a checkpoint of an older version does not say, since nothing else could be chosen.
+UNSAID = {
+    "placement.hosts": 1,
+    "target.precision": "own",
+    "loss.labels": "data",
+    "loss.norm": "auto",
+    "drafter.sliding_rule": "served",
+}
 
 
 class Damage(Exception):
@@ -198,7 +206,7 @@ def check_identity(path: Path, identity: Mapping[str, Any], say: Callable[[str],
         RunError: the fields that differ are named, with both values.
     """
     scalars = read_scalars(path)
-    made_of, ours = leaves({key: scalars.get(key) for key in identity}), leaves(identity)
+    made_of, ours = UNSAID | leaves({key: scalars.get(key) for key in identity}), leaves(identity)
     different = [key for key in {**ours, **made_of} if made_of.get(key) != ours.get(key)]
     for key in (key for key in different if key in CHANGEABLE):
         was = made_of.get(key)
@@ -243,5 +251,6 @@ def restore(path: Path, drafters: Sequence[DrafterLane], rate_share: float | Non
             optimizer.state["step"].fill_(scalars["updates"])
             optimizer.step_count.fill_(scalars["step"])
             optimizer.skipped.fill_(scalars["skipped"])
-            optimizer.rate_share.fill_(scalars["rate_share"] if rate_share is None else rate_share)
+            # A checkpoint of an older version knows no share.
+            optimizer.rate_share.fill_(scalars.get("rate_share", 1.0) if rate_share is None else rate_share)
     return scalars
