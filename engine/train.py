@@ -182,6 +182,8 @@ def run(
         def mark() -> None:
             for line in watch.mark(step):
                 console.print(Text(line, style="bold red"))
+            # As a signal does: all hosts stop after the same step.
+            requests.stop |= broken(watch, profile)
 
         def rate() -> float:
             """Real tokens of all hosts per second, so far."""
@@ -214,7 +216,7 @@ def run(
                 while not ended:
                     segment_end = next_checkpoint(step, profile)
                     with watch.steady():
-                        while step < segment_end and not hosts.heard and not broken(watch, profile):
+                        while step < segment_end and not hosts.heard:
                             tokens = scheduler.real_tokens
                             issue(scheduler, late, step + 1)
                             step += 1
@@ -222,11 +224,10 @@ def run(
                             equality.after(step)
                             hosts.exchange(requests)
                             if engine.held_out and engine.held_out.due(step):
-                                found = engine.held_out.measure(step)
-                                # Hosts that round differently must agree on checkpoints: the first one's figure holds.
-                                (first,), *_ = hosts.gathered([found.acceptance or 0.0])
-                                found = dataclasses.replace(found, acceptance=first or None)
-                                if tally.measured(step, found) and profile.checkpoint.keep_best:
+                                best = tally.measured(step, engine.held_out.measure(step))
+                                # Hosts may round differently, and remember other evaluations: the first one decides.
+                                (first,), *_ = hosts.gathered([float(best)])
+                                if first and profile.checkpoint.keep_best:
                                     hosts.heard.checkpoint = True
                             tally.extra |= scheduler.meter.newest()
                             look()
@@ -238,7 +239,7 @@ def run(
                                 observers.tell(step, tally, rate())
                         mark()
                     hosts.heard.checkpoint = False
-                    ended = hosts.heard.stop or step == profile.run.steps or broken(watch, profile)
+                    ended = hosts.heard.stop or step == profile.run.steps
                     since = time.perf_counter()
                     equality.after(step, now=True)
                     if hosts.count > 1:

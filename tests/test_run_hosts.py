@@ -103,6 +103,32 @@ def test_a_signal_to_one_host_stops_all_after_the_same_step(tmp_path):
     assert hosts[0].returncode == 130 and f"stopped after step {newest} " in said
 
 
+def test_hosts_write_the_first_ones_best_checkpoint_whatever_another_one_remembers(tmp_path):
+    changes = {"eval": {"every": 1, "count": 2, "new_tokens": 8}, "checkpoint": {"every": 0, "keep_best": True}}
+    profile = tiny_profile(tmp_path, optim={"accumulate": 4}, **changes)
+    prelude = "import os; from draftgraph.engine.run import metrics; rank = int(os.environ['RANK']); "
+    prelude += "metrics.Tally.measured = lambda self, step, found: (step, rank) in ((2, 0), (4, 1)); "
+    hosts = start_hosts(tmp_path, profile, prelude)
+    said = [host.communicate(timeout=180)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert [checkpoint.step_of(path) for path in checkpoint.found(tmp_path / "run" / "checkpoints")] == [2, 6]
+
+
+def test_a_steady_state_that_breaks_on_one_host_stops_all_after_the_same_step(tmp_path):
+    changes = {"run": {"steps": 100_000}, "log": {"every": 1}, "capture": {"watch": "strict"}}
+    profile = tiny_profile(tmp_path, optim={"accumulate": 4}, **changes)
+    prelude = "import os; from draftgraph.capture.watch import SteadyWatch as W; "
+    prelude += "late = lambda self: {'capture': 'late'} if os.environ['RANK'] == '1' and self._last_step > 3 else {}; "
+    prelude += "W._found = late; "
+    hosts = start_hosts(tmp_path, profile, prelude)
+    said = [host.communicate(timeout=180)[0] for host in hosts]
+    newest = checkpoint.step_of(checkpoint.newest(tmp_path / "run" / "checkpoints"))
+    assert hosts[1].returncode == 5 and f"stopped after step {newest}, checkpoint written" in said[1].replace("\n", " ")
+    assert hosts[0].returncode == 5 and "another host is gone" in said[0].replace("\n", " "), said[0]
+    lines = [(tmp_path / "run" / own / "metrics.jsonl").read_text().splitlines() for own in ("", "host-1")]
+    assert [len(line) for line in lines] == [newest, newest] and newest < 20
+
+
 def test_a_lost_host_ends_the_job_and_fewer_go_on(tmp_path, monkeypatch):
     profile = tiny_profile(tmp_path, run={"steps": 100_000}, checkpoint={"every": 20}, optim={"accumulate": 4})
     hosts = start_hosts(tmp_path, profile)
