@@ -1,5 +1,6 @@
 """Going back: a run whose updates are no longer finite goes on from an earlier checkpoint, at half the rate."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ def with_roll_backs(
             return run(start, rate_share)
         except Diverged as trouble:
             start, rate_share = go_back(checkpoints, trouble, rig, say)
+        # The host memory of the attempt's checkpoints, which the next one takes again.
+        gc.collect()
 
 
 def go_back(checkpoints: Path, trouble: Diverged, rig: Rig, say: Callable[[str], None]) -> tuple[Path, float]:

@@ -4,6 +4,7 @@ import io
 import json
 import shlex
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.health import RECENT, Health
 from draftgraph.engine.run.metrics import StepFigures
 from draftgraph.engine.run.optimizer import OptimizerShard
+from draftgraph.engine.run.writer import CheckpointWriter
 from draftgraph.engine.train import train
 
 
@@ -158,9 +160,18 @@ def test_a_run_rolls_back_behind_a_good_update_and_goes_on_at_half_the_rate(tmp_
 def test_a_run_that_no_lower_rate_helps_stops_and_one_with_nothing_to_go_back_to_too(tmp_path, monkeypatch):
     profile = tiny_profile(tmp_path, run={"steps": 12}, optim=ROLLS_BACK, checkpoint={"every": 1, "keep": 3})
     not_finite_from(monkeypatch, step=7, lowest_share=0.0)
+    real, writers = CheckpointWriter.__init__, []
+
+    def take_memory(self, *arguments):
+        assert not [writer for writer in writers if writer()]  # that of the attempt before is free
+        writers.append(weakref.ref(self))
+        real(self, *arguments)
+
+    monkeypatch.setattr(CheckpointWriter, "__init__", take_memory)
     said = Console(record=True, width=800, file=io.StringIO())
     with pytest.raises(RunError, match=r"the rate was halved often: lower optim\.lr"):
         train(profile, tmp_path / "run", False, said)
+    assert len(writers) == 7
     assert said.export_text().count("Rolled back to step-000005") == 6
     checkpoint.newest(tmp_path / "run" / "checkpoints")
     not_finite_from(monkeypatch, step=2, lowest_share=1.0)
