@@ -6,7 +6,6 @@ copied there before each evaluation. The host waits asleep until the evaluation 
 Does not: compare with plain decoding; `draftgraph eval` does.
 """
 
-import time
 from pathlib import Path
 
 import torch
@@ -57,7 +56,6 @@ class HeldOut:
         self.num_chunks, self.num_rounds = chunks_of(prompts), section.new_tokens - 1
         self.updated = Event(lead.device)
         self.late = LateFigures(num_rows * shape.block_size, target.device, depth=1)
-        self.seconds = 0.0
 
     def due(self, step: int) -> bool:
         """After which steps: every so many, and the last."""
@@ -66,7 +64,7 @@ class HeldOut:
     @torch.no_grad()
     def measure(self, step: int) -> RealAcceptance:
         """Decode all prompts with the weights of `step`, which was issued in full."""
-        started, lane, lead = time.perf_counter(), self.decoder.lane, self.lead.lane
+        lane, lead = self.decoder.lane, self.lead.lane
         with phase(lane, "evaluation"):
             if self.far:
                 # NOTE: a copy between devices goes by the current streams of both.
@@ -80,7 +78,6 @@ class HeldOut:
             [(_, counts)] = self.late.finished(wait=True)
         size = self.lead.drafter.shape.block_size
         forwards, *accepted = (sum(counts[k::size]) for k in range(size))
-        self.seconds += time.perf_counter() - started
         return RealAcceptance(
             1 + sum(accepted) / forwards if forwards else None,
             [count / forwards if forwards else None for count in accepted],

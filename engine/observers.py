@@ -56,7 +56,7 @@ class Observers:
 
     def __enter__(self) -> Self:
         if not self.start_step:
-            for name in ("devices.jsonl", "loggers.json"):
+            for name in ("devices.jsonl", "loggers.json", "receipt.json"):
                 (self.folder / name).unlink(missing_ok=True)
         write_text(self.folder / "buckets.json", json.dumps(filling(self.plan)) + "\n")
         if self.sampler.trouble:
@@ -76,26 +76,26 @@ class Observers:
         self.console.print(line, markup=False)
 
     @contextmanager
-    def steady(self) -> Iterator[None]:
-        """The steps: a live panel in a terminal, a line now and then elsewhere and in CI."""
+    def steady(self, first_step: int) -> Iterator[None]:
+        """The steps after `first_step`: a live panel in a terminal, a line now and then elsewhere and in CI."""
         self.begun = True
         self.sampler.enter(STEADY)
         self.lines = PlainLines(self.console)
         try:
-            with self.panel():
+            with self.panel(first_step):
                 yield
         finally:
             self.sampler.enter(AFTER)
 
-    def panel(self) -> AbstractContextManager[object]:
+    def panel(self, first_step: int) -> AbstractContextManager[object]:
         """The live panel, nothing where nobody can look at it."""
         if not is_terminal(self.console):
             return nullcontext()
         self.view = View(
             title=self.folder.name,
             total=self.plan.profile.run.steps,
-            first_step=self.start_step,
-            step=self.start_step,
+            first_step=first_step,
+            step=first_step,
             padding=self.plan.padding_efficiency,
             devices=lambda: self.sampler.latest,
             sentences=self.sampler.flatness.sentences,

@@ -27,7 +27,8 @@ from draftgraph.engine.config import Profile, load_profile
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.show import cell, columns_table
-from draftgraph.engine.train import issue, schedule, warm_engine
+from draftgraph.engine.steps import issue, schedule
+from draftgraph.engine.train import warm_engine
 from draftgraph.profiles.kineto import read_kineto
 from draftgraph.profiles.nsys import export_command, profile_command, read_nsys, under_nsys
 from draftgraph.profiles.ranges import mirrored

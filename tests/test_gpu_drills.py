@@ -15,12 +15,13 @@ from test_gpu_capture import FAILS_TO_CAPTURE, GPU, in_a_process, make_model, tr
 from tiny import ordinary_rows, profile_values, tiny_profile, write_target
 
 from draftgraph.capture.errors import CaptureFailure
-from draftgraph.engine import train as training
+from draftgraph.engine import steps
 from draftgraph.engine.build import Engine, build
 from draftgraph.engine.errors import CaptureError, RunError
 from draftgraph.engine.evidence import check_ops, devices_before
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run.metrics import LateFigures
+from draftgraph.engine.train import train
 from draftgraph.engine.warmup import warm_up
 from draftgraph.profiles.load import WARMUP_SCHEMA
 
@@ -151,7 +152,7 @@ class Troubled(LateFigures):
 
 
 def test_a_strict_run_ends_where_its_steady_state_breaks_and_a_report_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "LateFigures", Troubled)
+    monkeypatch.setattr(steps, "LateFigures", Troubled)
     for watch in ("report", "strict"):
         profile = tiny_profile(
             tmp_path,
@@ -162,12 +163,12 @@ def test_a_strict_run_ends_where_its_steady_state_breaks_and_a_report_goes_on(tm
         )
         folder = tmp_path / watch
         if watch == "report":
-            summary = training.train(profile, folder, False, Console(quiet=True))
+            summary = train(profile, folder, False, Console(quiet=True))
             assert summary["steps"] == 12 and summary["host_syncs_per_step"] > 0
             text = summary["steady_state"]
         else:
             with pytest.raises(RunError, match=r"capture.watch = 'strict': stopped after step 6, checkpoint") as error:
-                training.train(profile, folder, False, Console(quiet=True))
+                train(profile, folder, False, Console(quiet=True))
             assert (folder / "checkpoints" / "step-000006").is_dir()
             text = str(error.value)
         assert re.search(r"broken between step 4 and 6: \d+ allocations, \d+\.\d+ MiB, the first at ", text)

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import tiny_profile
 
-from draftgraph.engine import train as training
+from draftgraph.engine import steps
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.metrics import LateFigures
@@ -259,7 +259,7 @@ def test_an_ordinary_checkpoint_drains_nothing_and_follows_its_own_figures(train
 
     monkeypatch.setattr(checkpoint, "write", write)
     monkeypatch.setattr(Scheduler, "drain", drain)
-    monkeypatch.setattr(training, "LateFigures", AtTheSecondLook)
+    monkeypatch.setattr(steps, "LateFigures", AtTheSecondLook)
     summary = train(profile, tmp_path / "run", False, QUIET)
     assert drained == [0, 12]  # at the start, and before the last one
     assert logged == {step: list(range(1, step + 1)) for step in (2, 4, 6)}

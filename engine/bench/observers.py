@@ -26,7 +26,8 @@ from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.run.health import Health
 from draftgraph.engine.run.metrics import LateFigures, Tally
 from draftgraph.engine.run.scheduler import Scheduler
-from draftgraph.engine.train import issue, schedule, warm_engine
+from draftgraph.engine.steps import issue, schedule
+from draftgraph.engine.train import warm_engine
 
 NONE, ALL = "off", "on"
 
@@ -116,7 +117,7 @@ def watched_steps(
     tally = Tally(plan.shape.block_size, folder / "metrics.jsonl", 0)
     watch = SteadyWatch(engine.devices if profile.capture.mode == "graph" else [])
     health = Health(0, "keep", 0, engine.rows_of, lambda: -1, lambda line: None)
-    with Observers(plan, engine.devices, folder, console, 0) as seen, seen.steady():
+    with Observers(plan, engine.devices, folder, console, 0) as seen, seen.steady(0):
         watch.open(0)
         started, since = time.perf_counter(), time.thread_time()
         clock.mark()

@@ -37,7 +37,8 @@ from draftgraph.engine.plan import Plan, make_plan
 from draftgraph.engine.run.buffers import BatchBuffer
 from draftgraph.engine.run.lanes import TargetLane
 from draftgraph.engine.run.metrics import figures
-from draftgraph.engine.train import issue, readable_errors, schedule, warm_engine
+from draftgraph.engine.steps import issue, schedule
+from draftgraph.engine.train import readable_errors, warm_engine
 
 STALL = 3.0  # a step longer than this many medians is no steady state, for the peer and for us
 

@@ -13,16 +13,20 @@ MOST_STEPS = 300  # simulated
 
 
 class Pace:
-    """The wall's time from the first step whose figures arrived to the last; both arrive late alike."""
+    """The wall's time from the first step whose figures arrived to the last, which both arrive late alike."""
 
     def __init__(self) -> None:
         self.first: tuple[int, float] | None = None
         self.last: tuple[int, float] | None = None
 
-    def look(self, arrived: Sequence[StepFigures]) -> None:
-        """Note the time at which a step is the newest whose figures are here."""
+    def look(self, arrived: Sequence[StepFigures], away: float = 0.0) -> None:
+        """Note the time at which a step is the newest whose figures are here.
+
+        Args:
+            away: seconds so far that went into something else, such as evaluations.
+        """
         if arrived and (self.last is None or arrived[-1].step > self.last[0]):
-            self.last = arrived[-1].step, time.perf_counter()
+            self.last = arrived[-1].step, time.perf_counter() - away
             self.first = self.first or self.last
 
     @property

@@ -22,20 +22,29 @@ from draftgraph.engine.run.streams import Event, Stream, on
 
 
 class Copied(Event):
-    """The end of a checkpoint's copies from one drafter, which measures for how long it holds updates."""
+    """The end of a checkpoint's copies from one drafter, which measures for how long it holds updates.
+
+    Owns: two events, which every checkpoint records anew.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.held: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.before, self.after = (Event(device, timed=True) for _ in range(2))
+        self.unread = False
+        self.held_ms_max: float | None = None
 
     def hold(self, stream: Stream) -> None:
-        if not isinstance(stream, torch.cuda.Stream):
-            return
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)
+        self.read()
+        self.before.record(stream)
         super().hold(stream)
-        after.record(stream)
-        self.held.append((before, after))
+        self.after.record(stream)
+        self.unread = self.event is not None
+
+    def read(self) -> None:
+        """Take in how long the last hold was, once it is over: before the next checkpoint's copies have arrived."""
+        if self.unread and self.after.happened():
+            self.held_ms_max = max(self.held_ms_max or 0.0, self.before.elapsed_ms(self.after))
+            self.unread = False
 
 
 class CheckpointWriter:
@@ -61,7 +70,7 @@ class CheckpointWriter:
         self.folder, self.log, self.drafters = folder, log, drafters
         self.identity, self.keep = identity, keep
         self.last_step = self.last_written = last_step
-        self.best_step = 0  # whose checkpoint stays beside the newest ones; 0: none
+        self.best_step = 0
         flat, pinned = drafters[0].flat, drafters[0].device.type == "cuda"
         self.host = {kind: torch.zeros(flat.size, pin_memory=pinned) for kind in ("master", *checkpoint.MOMENTS)}
         self.counts = torch.zeros(3, pin_memory=pinned)  # updates, skipped, share of the rate
@@ -77,17 +86,19 @@ class CheckpointWriter:
         checkpoint.sweep(folder)
 
     @torch.no_grad()
-    def save(self, step: int, micro_step: int, last: bool) -> Sequence[Event]:
+    def save(self, step: int, micro_step: int, last: bool, best_step: int = 0) -> Sequence[Event]:
         """Begin a checkpoint of `step`, which was issued in full; one that is written already is not written again.
 
         Args:
             last: the run does not go on: it is written, whatever `is_good` says.
+            best_step: whose checkpoint stays beside the newest ones; 0: none.
         Returns:
             Events, one per drafter, that its next update must wait for: it overwrites what is being copied.
         Raises:
             RunError: the checkpoint before could not be written.
         """
         self.wait()
+        self.best_step = best_step  # once no thread reads it
         if step == self.last_step:
             return []
         for drafter, stream, stepped, copied in zip(
@@ -155,14 +166,12 @@ class CheckpointWriter:
         except BaseException as error:
             self.error = error
 
-    def held_ms(self) -> list[float] | None:
-        """How long each checkpoint's copies held the next update, at the end of a run; None without a GPU."""
-        if None in self.streams:
-            return None
-        for _, after in (pair for copied in self.copied for pair in copied.held):
-            after.synchronize()
-        each = zip(*(copied.held for copied in self.copied), strict=True)
-        return [max(before.elapsed_time(after) for before, after in pairs) for pairs in each]
+    @property
+    def held_ms_max(self) -> float | None:
+        """For how long a checkpoint's copies held the next update at most, once all is done; None without a GPU."""
+        for copied in self.copied:
+            copied.read()
+        return max((c.held_ms_max for c in self.copied if c.held_ms_max is not None), default=None)
 
     def __enter__(self) -> Self:
         return self
@@ -184,7 +193,7 @@ class NoWriter(CheckpointWriter):
     def __init__(self, *arguments: Any) -> None:
         self.last_written = arguments[-1]
 
-    def save(self, step: int, micro_step: int, last: bool) -> Sequence[Event]:
+    def save(self, step: int, micro_step: int, last: bool, best_step: int = 0) -> Sequence[Event]:
         return []
 
     def poll(self) -> None:
@@ -193,5 +202,6 @@ class NoWriter(CheckpointWriter):
     def wait(self) -> None:
         pass
 
-    def held_ms(self) -> list[float] | None:
+    @property
+    def held_ms_max(self) -> float | None:
         return None
