@@ -142,7 +142,8 @@ class Engine:
                 yield loader, replace(self.rig, host_slots=slots)
             finally:
                 if pinned:
-                    torch.cuda.synchronize()
+                    for device in (device for device in self.devices if device.type == "cuda"):
+                        torch.cuda.synchronize(device)
                     for slot in slots:
                         torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())
 

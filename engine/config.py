@@ -34,9 +34,8 @@ class TargetSection:
     model: str = "smollm2"  # smollm2, random:SHAPE, a folder, a hub name
     dtype: str = choice("float32", "bfloat16")  # of the target and of the drafter's arithmetic; masters are float32
     forward: str = choice("auto", "fused", "module")  # auto: fused kernels where the family has them, else its module
-    precision: str = choice(
-        "own", "fp8"
-    )  # fp8: products of fused forwards; weights quantised at load, rows as they come
+    # fp8: products of fused forwards; weights quantised at load, rows as they come.
+    precision: str = choice("own", "fp8")
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class Observers:
         uuids = dict(zip((f"cuda:{index}" for index in gpus), nvml.uuids(gpus), strict=True))
         self.sampler = Sampler(folder / "devices.jsonl", uuids, section.sample_seconds)
         self.view: View | None = None
+        self.told = ""  # of the sampler's trouble
         self.begun = self.finished = False  # the steps; what comes after them
 
     def __enter__(self) -> Self:
@@ -59,8 +60,7 @@ class Observers:
             for name in ("devices.jsonl", "loggers.json", "receipt.json"):
                 (self.folder / name).unlink(missing_ok=True)
         write_text(self.folder / "buckets.json", json.dumps(filling(self.plan)) + "\n")
-        if self.sampler.trouble:
-            self.say(self.sampler.trouble)
+        self.tell_trouble()
         self.loggers = Loggers(self.folder, self.sinks, self.start_step)
         self.sampler.start()
         return self
@@ -74,6 +74,12 @@ class Observers:
 
     def say(self, line: str) -> None:
         self.console.print(line, markup=False)
+
+    def tell_trouble(self) -> None:
+        """Say why samples are missing, also where that began during the run."""
+        if self.sampler.trouble != self.told:
+            self.told = self.sampler.trouble
+            self.say(self.told)
 
     @contextmanager
     def steady(self, first_step: int) -> Iterator[None]:
@@ -138,6 +144,7 @@ class Observers:
     def finish(self) -> None:
         """Write the report, say what was found, end the loggers."""
         self.finished = True
+        self.tell_trouble()
         for sentence in self.sampler.flatness.sentences():
             self.say(f"memory of {sentence}")
         self.report()

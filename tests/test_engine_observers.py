@@ -1,5 +1,7 @@
 """Who looks at a run changes nothing of it; test_gpu_observers.py shows that nobody waits or allocates either."""
 
+import errno
+import io
 import json
 
 import pytest
@@ -12,6 +14,7 @@ from watched_run import bare, figures_of, watched
 
 from draftgraph.engine import observers
 from draftgraph.engine.errors import RunError
+from draftgraph.engine.run.sampler import STEADY, Sampler
 from draftgraph.engine.train import train
 
 STATE = "checkpoints/step-000006/state.safetensors"
@@ -51,6 +54,25 @@ def test_a_run_that_breaks_leaves_a_report_of_its_steps(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="strict"):
         train(profile, tmp_path / "run", False, Console(quiet=True))
     assert "Step 3 of 6." in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_samples_that_end_with_a_full_disk_are_told_after_the_run(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Sampler, "_sample", lambda self, due=False: self._lost(full) if self.phase == STEADY else None)
+    console = Console(file=io.StringIO(), width=200)
+    assert train(tiny_profile(tmp_path), tmp_path / "run", False, console)["steps"] == 6
+    assert console.file.getvalue().count("devices.jsonl is not written: No space left on device\n") == 1
+
+
+def test_a_new_run_in_a_folder_whose_checkpoints_were_moved_away_drops_what_the_older_one_left(tmp_path, monkeypatch):
+    assert train(tiny_profile(tmp_path), tmp_path / "run", False, Console(quiet=True))["steps"] == 6
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    late_capture_at(3, monkeypatch)
+    profile = tiny_profile(tmp_path, log={"every": 1, "wandb": "off"}, capture={"watch": "strict"})
+    with pytest.raises(RunError, match="strict"):
+        train(profile, tmp_path / "run", False, Console(quiet=True))
+    assert not (tmp_path / "run" / "receipt.json").exists()
+    assert "no receipt yet" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import time
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import pytest
 from tiny import ordinary_rows, tiny_profile
@@ -15,7 +16,9 @@ from draftgraph.engine.predict.arrange import arrangement, placements
 from draftgraph.engine.predict.cards import CARDS, card_named, card_of
 from draftgraph.engine.predict.costs import Costs, costs
 from draftgraph.engine.predict.memory import device_bytes, per_device
+from draftgraph.engine.predict.pace import Pace
 from draftgraph.engine.predict.simulate import simulate
+from draftgraph.engine.run.metrics import StepFigures
 from draftgraph.engine.run.simulated import Clock, SimulatedDevice, WallClock
 
 PAIR = PlacementSection(["cuda:0"], ["cuda:0"], look_ahead=1)
@@ -131,6 +134,14 @@ def test_measured_times_replace_estimates_and_scale_the_others(tmp_path):
         assert f"target {bucket.name}" not in found.measured
     other_card = costs(plan, evidence, "b200")
     assert not other_card.measured and other_card.target_ms[first] != 8.0
+
+
+def test_a_runs_pace_leaves_out_what_it_spent_away_from_its_steps(monkeypatch):
+    now, pace = iter([10.0, 25.0]), Pace()
+    monkeypatch.setattr("draftgraph.engine.predict.pace.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    for step, away in ((2, 1.0), (7, 11.0)):
+        pace.look([StepFigures(step, 3.0, None, [], None, None, 0.0, 0)], away)
+    assert pace.step_ms == 1000.0
 
 
 def test_cards_are_found_by_their_product_names():

@@ -5,8 +5,10 @@ import time
 
 import pytest
 from rich.console import Console
+from test_run_health import ROLLS_BACK, not_finite_from
 from tiny import tiny_profile
 
+from draftgraph.engine import observers
 from draftgraph.engine.observers import is_terminal
 from draftgraph.engine.progress import PlainLines
 from draftgraph.engine.run.panel import View, clock
@@ -45,6 +47,21 @@ def drawn(shown, width=100):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(shown)
     return console.file.getvalue()
+
+
+def test_the_panel_of_a_run_that_was_rolled_back_counts_from_there(tmp_path, monkeypatch):
+    shown = []
+
+    def remember(**fields):
+        shown.append((fields["first_step"], fields["step"]))
+        return View(**fields)
+
+    monkeypatch.setattr(observers, "View", remember)
+    monkeypatch.setattr(observers, "is_terminal", lambda console: True)
+    not_finite_from(monkeypatch, step=7, lowest_share=1.0)
+    changes = {"run": {"steps": 12}, "optim": ROLLS_BACK, "checkpoint": {"every": 1, "keep": 3}}
+    train(tiny_profile(tmp_path, **changes), tmp_path / "run", False, Console(file=io.StringIO()))
+    assert shown == [(0, 0), (5, 5)]
 
 
 def test_the_panel_shows_where_the_run_is_and_what_its_devices_do():

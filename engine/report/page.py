@@ -221,7 +221,7 @@ def steady(runs: list[Record]) -> str:
             parts.append(f'<p class="{kind}">{escape(prefix + found)}</p>')
         if run.usual_seconds is not None:
             text = f"{prefix}{run.stalled:,} of {run.last_step:,} steps took more than three times the usual "
-            text += f"{1e3 * run.usual_seconds:,.1f} ms (checkpoints count)"
+            text += f"{1e3 * run.usual_seconds:,.1f} ms (checkpoints and evaluations count)"
             parts.append(f"<p>{escape(text)}</p>")
         parts.append(table([{"step": f"{step:,}", "seconds": f"{took:.3f}"} for took, step in run.slowest]))
     return "".join(parts)

@@ -1,7 +1,8 @@
 """Do all drafters hold the same bits? A checksum of each slice of the parameters on every drafter, every some steps.
 
-Promises: no wait: the sums are made by a captured step of each lane and read once they have arrived; a check that has
-not arrived skips the next. That of a checkpoint is read before it is written, by when it has arrived.
+Promises: no wait in a step: the sums are made by a captured step of each lane and read once they have arrived; a check
+that has not arrived skips the next, but is waited for where a checkpoint begins, which needs its own. That one is read
+before the checkpoint is written, by when it has arrived.
 """
 
 from collections.abc import Sequence
