@@ -48,7 +48,8 @@ class Observers:
         self.plan, self.folder, self.console, self.start_step = plan, folder, console, start_step
         section = plan.profile.log
         gpus = sorted({device.index for device in devices if device.type == "cuda"})
-        self.sinks = wanted_sinks(section.wandb, section.tensorboard)
+        # Figures are the same on all hosts.
+        self.sinks = wanted_sinks(section.wandb, section.tensorboard) if plan.host == 0 else []
         uuids = dict(zip((f"cuda:{index}" for index in gpus), nvml.uuids(gpus), strict=True))
         self.sampler = Sampler(folder / "devices.jsonl", uuids, section.sample_seconds)
         self.view: View | None = None

@@ -18,6 +18,7 @@ from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.released import initialise, load_zlab
 from draftgraph.engine.models.target import load_config, load_model, load_tokenizer, public_name
 from draftgraph.engine.plan import drafter_shape
+from draftgraph.engine.report.record import json_of
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.metrics import real_acceptances
@@ -98,8 +99,8 @@ def card_facts(source: Path, saved: SavedDrafter, target: str) -> dict[str, Any]
         rows = ShardReader(data.shards)
         facts["data"] = f"{len(rows):,} rows, {rows.lengths.sum():,} tokens, checksum {rows.facts['checksum']:08x}"
     for path in sorted(source.glob("eval-*.json")):
-        found = json.loads(path.read_text())
-        if found["step"] != saved.step:
+        found = json_of(path, trouble=[])
+        if found.get("step") != saved.step:
             continue
         how = f", sampled at {found['temperature']}" if found["temperature"] else ""
         for part in found["sets"]:

@@ -1,5 +1,6 @@
 """Who looks at a run changes nothing of it; test_gpu_observers.py shows that nobody waits or allocates either."""
 
+import dataclasses
 import errno
 import io
 import json
@@ -14,6 +15,7 @@ from watched_run import bare, figures_of, watched
 
 from draftgraph.engine import observers
 from draftgraph.engine.errors import RunError
+from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run.sampler import STEADY, Sampler
 from draftgraph.engine.train import train
 
@@ -62,6 +64,14 @@ def test_samples_that_end_with_a_full_disk_are_told_after_the_run(tmp_path, monk
     console = Console(file=io.StringIO(), width=200)
     assert train(tiny_profile(tmp_path), tmp_path / "run", False, console)["steps"] == 6
     assert console.file.getvalue().count("devices.jsonl is not written: No space left on device\n") == 1
+
+
+def test_the_first_host_alone_sends_figures_to_loggers(tmp_path, monkeypatch):
+    monkeypatch.setattr(observers, "wanted_sinks", lambda wandb, tensorboard: ["tensorboard"])
+    plan = make_plan(tiny_profile(tmp_path))
+    for host, sinks in ((0, ["tensorboard"]), (1, [])):
+        seen = observers.Observers(dataclasses.replace(plan, host=host, hosts=2), [], tmp_path, Console(quiet=True), 0)
+        assert seen.sinks == sinks
 
 
 def test_a_new_run_in_a_folder_whose_checkpoints_were_moved_away_drops_what_the_older_one_left(tmp_path, monkeypatch):

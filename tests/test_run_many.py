@@ -1,5 +1,7 @@
 """Several targets and drafters on logical devices: the weights of one of each, the same bits, and their check."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rich.console import Console
@@ -8,7 +10,9 @@ from tiny import deal_as_for, tiny_profile
 
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint, equality
+from draftgraph.engine.run.equality import EqualityCheck
 from draftgraph.engine.run.reduce import Reduction
+from draftgraph.engine.run.streams import Event
 from draftgraph.engine.train import train
 
 QUIET = Console(quiet=True)
@@ -58,3 +62,24 @@ def test_a_drafter_whose_bits_differ_ends_the_run_before_they_are_written(tmp_pa
     with pytest.raises(RunError, match=r"drafter 2 \(cpu\) does not hold the parameters of .*: slice 1"):
         train(many(tmp_path, 1, 3), tmp_path / "run", False, QUIET)
     assert [path.name for path in checkpoint.found(tmp_path / "run" / "checkpoints")] == ["step-000003"]
+
+
+def test_a_check_that_is_late_skips_the_next_and_gives_way_to_that_of_a_checkpoint():
+    class Late(Event):
+        over = False
+
+        def happened(self):
+            return self.over
+
+    cpu = torch.device("cpu")
+    lane = SimpleNamespace(name="drafter 0", device=cpu, stream=None, replay=lambda step: None)
+    check = EqualityCheck([SimpleNamespace(checksums=torch.tensor([1, i]), device=cpu, lane=lane) for i in (2, 3)])
+    check.arrived = [Late(cpu), Late(cpu)]
+    begun = []
+    for step, now in ((20, False), (40, False), (43, True), (60, False)):
+        check.after(step, now)
+        begun.append(check.step)
+    assert begun == [20, 20, 43, 43]
+    Late.over = True
+    with pytest.raises(RunError, match=r"after step 43 drafter 1 \(cpu\) does not hold the parameters .*: slice 1"):
+        check.look(wait=False)

@@ -1,8 +1,8 @@
 """Do all drafters hold the same bits? A checksum of each slice of the parameters on every drafter, every some steps.
 
-Promises: no wait in a step: the sums are made by a captured step of each lane and read once they have arrived; a check
-that has not arrived skips the next, but is waited for where a checkpoint begins, which needs its own. That one is read
-before the checkpoint is written, by when it has arrived.
+Promises: no wait: the sums are made by a captured step of each lane and read once they have arrived; a check that has
+not arrived skips the next, but gives way to that of a checkpoint, which is read before the checkpoint is written, by
+when it has arrived.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,9 @@ class EqualityCheck:
         Raises:
             RunError: drafters differ.
         """
-        self.look(wait=now and self.step != step)
-        if self.drafters and self.step is None and (now or step % EVERY == 0):
+        self.look(wait=False)
+        due = self.step != step if now else self.step is None and step % EVERY == 0
+        if self.drafters and due:
             for drafter, row, arrived in zip(self.drafters, self.host, self.arrived, strict=True):
                 with phase(drafter.lane, "reduce"), on(drafter.lane.stream):
                     assert drafter.checksums is not None
