@@ -114,6 +114,16 @@ def test_hosts_write_the_first_ones_best_checkpoint_whatever_another_one_remembe
     assert [checkpoint.step_of(path) for path in checkpoint.found(tmp_path / "run" / "checkpoints")] == [2, 6]
 
 
+def test_an_interrupted_host_waits_for_one_that_still_writes(tmp_path):
+    profile = tiny_profile(tmp_path, run={"steps": 100_000}, checkpoint={"every": 20}, optim={"accumulate": 4})
+    slow = "import os, time; from draftgraph.engine.observers import Observers as O; finish = O.finish; "
+    slow += "O.finish = lambda self: (os.environ['RANK'] == '0' and time.sleep(12), finish(self)); "
+    slow += "from draftgraph.engine.run import hosts; hosts.LOST_SECONDS = 5; hosts.GRACE_SECONDS = 1; "
+    hosts = start_hosts(tmp_path, profile, slow)
+    said = first_host_after(hosts, tmp_path / "run", signal.SIGTERM)
+    assert hosts[0].returncode == 130, said
+
+
 def test_a_steady_state_that_breaks_on_one_host_stops_all_after_the_same_step(tmp_path):
     changes = {"run": {"steps": 100_000}, "log": {"every": 1}, "capture": {"watch": "strict"}}
     profile = tiny_profile(tmp_path, optim={"accumulate": 4}, **changes)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftgraph.engine.config import Profile
-from draftgraph.engine.errors import RunError, UsageError
+from draftgraph.engine.errors import Interrupted, RunError, UsageError
 from draftgraph.engine.run.signals import Requests
 
 BEAT_SECONDS, LOST_SECONDS, GRACE_SECONDS = 2.0, 30.0, 10.0
@@ -193,8 +193,12 @@ def joined(profile: Profile) -> Iterator[Hosts]:
     heartbeat = Heartbeat(rank, count)
     try:
         hosts = Hosts(rank, count, [torch.device(name) for name in profile.placement.drafters])
-        yield hosts
-        # The others may still be writing; without this host's heartbeat they would call it lost.
+        # At the end the others may still be writing; without this host's heartbeat they would call it lost.
+        try:
+            yield hosts
+        except Interrupted:  # as all are
+            hosts.gathered([0.0])
+            raise
         hosts.gathered([0.0])
         heartbeat.stop()
         dist.destroy_process_group()
