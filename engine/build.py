@@ -21,7 +21,7 @@ from draftgraph.engine.data.collate import collate
 from draftgraph.engine.data.loader import Loader
 from draftgraph.engine.data.schedule import MicroBatch, Schedule
 from draftgraph.engine.errors import RunError, UsageError
-from draftgraph.engine.held_out import HeldOut
+from draftgraph.engine.held_out import HeldOut, prompts_of
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.forward import refuse_fp8
 from draftgraph.engine.models.ops import require_fast_ops
@@ -208,7 +208,7 @@ def build(
         progress: shows how far the weights are.
         across: sums over hosts, where there are several.
     Raises:
-        UsageError: a device or a model is missing.
+        UsageError: a device, a model or the prompts of [eval] are missing.
         CaptureError: the target's family cannot be run by this engine.
     """
     profile = plan.profile
@@ -220,6 +220,7 @@ def build(
     max_context = max(b.context for b in plan.buckets)
     mode = profile.capture.mode
     data = VerificationData(plan)
+    prompts = prompts_of(plan) if profile.eval.every else []
 
     loaded = load_targets(plan, target_devices, max_context, say, progress)
     targets, target_lanes = [loaded[device] for device in target_devices], []
@@ -266,5 +267,5 @@ def build(
         host_slots=[],
         buckets=plan.buckets,
     )
-    held_out = HeldOut(plan, targets[0], drafter_lanes[0]) if profile.eval.every else None
+    held_out = HeldOut(plan, prompts, targets[0], drafter_lanes[0]) if prompts else None
     return Engine(plan, rig, targets, plan.schedule, data, held_out)

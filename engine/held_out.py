@@ -27,17 +27,16 @@ from draftgraph.profiles.load import DATA
 
 
 class HeldOut:
-    """The prompts of [eval], decoded with the first drafter's present weights.
+    """Prompts [S] each, decoded with the first drafter's present weights.
 
     Raises:
-        DataError: there are no such prompts. CaptureError: the target cannot be decoded over static caches.
+        CaptureError: the target cannot be decoded over static caches.
     Owns: a lane, caches for all prompts, and a copy of the drafter where it trains on another device.
     """
 
-    def __init__(self, plan: Plan, target: Target, lead: DrafterLane):
+    def __init__(self, plan: Plan, prompts: list[Tensor], target: Target, lead: DrafterLane):
         section, shape = plan.profile.eval, plan.shape
         self.every, self.last_step, self.lead = section.every, plan.profile.run.steps, lead
-        prompts = prompts_of(plan)
         num_rows = len(prompts)
         slots = slots_for(max(map(len, prompts)), section.new_tokens, shape.block_size)
         cached = CachedTarget(target.model, shape.target_layer_ids, num_rows, slots)
@@ -88,15 +87,15 @@ def prompts_of(plan: Plan) -> list[Tensor]:
     """The prompts [S] of [eval]: of its file, or the beginnings of the data's first rows.
 
     Raises:
-        DataError: none fits.
+        UsageError: the file cannot be read. DataError: it, or the data, holds none.
     """
     section = plan.profile.eval
     if section.prompts:
         path = Path(section.prompts)
         if not path.is_file() and path.name == section.prompts and (DATA / path.name).is_file():
             path = DATA / path.name  # a bare name: a shipped file
-        tokenizer = load_tokenizer(plan.profile.target.model)
-        return [encode_prompt(tokenizer, text) for text in load_prompts(str(path), section.count)]
+        texts, tokenizer = load_prompts(str(path), section.count), load_tokenizer(plan.profile.target.model)
+        return [encode_prompt(tokenizer, text) for text in texts]
     found: list[Tensor] = []
     for row in range(len(plan.rows)):
         ids, supervised = plan.rows[row]

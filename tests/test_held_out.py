@@ -95,6 +95,12 @@ def test_the_best_checkpoint_needs_evaluations():
         from_values({"checkpoint": {"keep_best": True}, "data": {"shards": "x"}})
 
 
+def test_prompts_that_are_missing_are_said_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("draftgraph.engine.build.load_targets", None)
+    with pytest.raises(UsageError, match=r"prompts: cannot read .*nothing\.jsonl"):
+        build(make_plan(tiny_profile(tmp_path, eval={**EVAL, "prompts": str(tmp_path / "nothing.jsonl")})))
+
+
 def test_the_shipped_held_out_prompts_are_no_training_prompts():
     held_out = load_prompts(str(DATA / "smollm2-held-out.jsonl"))
     asked = set(load_prompts(str(DATA / "smollm2-code-prompts.jsonl")))
