@@ -188,6 +188,9 @@ def load_targets(
         targets[device] = target = Target(model, layers, max_context, section.forward, plan.rule.labels != "data")
         if target.fused is None:
             require_fast_ops(model, device, plan.profile.capture.allow_fallback)
+        if device.type == "cuda":
+            largest = max(plan.buckets, key=lambda bucket: bucket.rows * bucket.context)
+            target.tune(largest.rows, largest.context)
         target.check_against_module()
         if section.precision == "fp8":
             longest = plan.rows[int(plan.lengths.argmax())][0].astype(np.int64)

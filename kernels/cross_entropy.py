@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# One row per program, one program per SM: the fewer rows in flight, the more of each stays in the L2 cache. The 16
-# columns of a thread share the instructions of the loop itself.
-BLOCK_N = 16384
-NUM_WARPS = 32
-# By element size: tiles of a row on their way, and one that is computed, within sm_120's shared memory.
+# One row per program, two programs per SM: while one waits for memory, for its threads to meet or for the special
+# function unit, the other computes. The 16 columns of a thread share the instructions of the loop itself.
+BLOCK_N = 8192
+NUM_WARPS = 16
+# By element size: tiles of a row on their way, and one that is computed, within half of sm_120's shared memory.
 STAGES = {2: 4, 4: 2}
 # Columns that share a maximum and a sum: the 16 bytes that a thread loads at once.
 GROUP = tl.constexpr(8)
@@ -25,9 +25,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def exp(x):
-    """Triton's own takes three instructions more, for results below 1e-38, which count for nothing here."""
-    return tl.exp2(x * LOG2_E)
+def exp(x, shift):
+    """exp(x) * 2^shift, in one fused multiply-add and one exponential.
+
+    Triton's own exp takes three instructions more, for results below 1e-38, which count for nothing here.
+    """
+    return tl.exp2(x * LOG2_E + shift)
 
 
 @triton.jit
@@ -38,39 +41,42 @@ def add_tile(x, start, top, total, tile):
     # Strictly larger: of equal logits the first stays.
     larger = tile_top > top
     new_top = tl.where(larger, tile_top, top)
-    total = total * exp(top - new_top) + tl.sum(exp(x - new_top[:, None]), axis=1)
+    shift = -LOG2_E * new_top
+    total = total * exp(top, shift) + tl.sum(exp(x, shift[:, None]), axis=1)
     return new_top, total, tl.where(larger, start, tile)
 
 
 @triton.jit
+def tile_columns(BLOCK_N: tl.constexpr):
+    """Columns [groups, GROUP] of a tile, from 0."""
+    return GROUP * tl.arange(0, BLOCK_N // GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
 def row_statistics(base, V, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
-    """Log of the sum of exponentials, and argmax, of the V logits at `base`.
+    """Log of the sum of exponentials, and argmax, of the V logits at `base`; and the logits of the last, partial tile.
 
     A group of columns of each tile keeps its maximum, the tile it came from and the sum below it: groups meet once,
     after the last tile, and the winning one is read again to find the column.
     """
     first = GROUP * tl.arange(0, BLOCK_N // GROUP)
-    columns = first[:, None] + tl.arange(0, GROUP)[None, :]
+    columns = tile_columns(BLOCK_N)
     # Finite, so that a pad's -inf minus it is no NaN.
     top = tl.full((BLOCK_N // GROUP,), -1e38, tl.float32)
     total = tl.zeros((BLOCK_N // GROUP,), tl.float32)
     tile = tl.zeros((BLOCK_N // GROUP,), tl.int32)
     whole = V // BLOCK_N * BLOCK_N
+    # On its way while the whole tiles are computed.
+    last = tl.load(base + whole + columns, mask=whole + columns < V, other=-float("inf"))
     for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
         top, total, tile = add_tile(tl.load(base + start + columns), start, top, total, tile)
-    x = tl.load(base + whole + columns, mask=whole + columns < V, other=-float("inf"))
-    top, total, tile = add_tile(x, whole, top, total, tile)
+    top, total, tile = add_tile(last, whole, top, total, tile)
     row_top = tl.max(top, axis=0)
-    row_total = tl.sum(total * exp(top - row_top), axis=0)
+    row_total = tl.sum(total * exp(top, -LOG2_E * row_top), axis=0)
     candidates = tl.min(tl.where(top == row_top, tile + first, V), axis=0) + tl.arange(0, GROUP)
     x = tl.load(base + candidates, mask=candidates < V, other=-float("inf")).to(tl.float32)
     winner = tl.min(tl.where(x == row_top, candidates, V), axis=0)
-    return row_top + tl.log(row_total), winner.to(tl.int64)
-
-
-@triton.jit
-def probability(x, log_total):
-    return exp(x.to(tl.float32) - log_total)
+    return row_top + tl.log(row_total), winner.to(tl.int64), last
 
 
 @triton.jit
@@ -80,7 +86,7 @@ def softmax_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * V
     chosen = tl.load(base + tl.load(labels + row)).to(tl.float32)
-    log_total, winner = row_statistics(base, V, BLOCK_N, STAGES)
+    log_total, winner, _last = row_statistics(base, V, BLOCK_N, STAGES)
     tl.store(cross_entropy + row, log_total - chosen)
     tl.store(log_sum + row, log_total)
     tl.store(best + row, winner)
@@ -95,7 +101,7 @@ def softmax_gradient_kernel(logits, labels, log_sum, weights, V, BLOCK_N: tl.con
     x = tl.load(address, mask=inside, other=0.0)
     weight = tl.load(weights + row)
     label = tl.where(columns == tl.load(labels + row), 1.0, 0.0)
-    gradient = weight * (probability(x, tl.load(log_sum + row)) - label)
+    gradient = weight * (exp(x.to(tl.float32), -LOG2_E * tl.load(log_sum + row)) - label)
     # A weightless row is zero whatever its logits hold.
     gradient = tl.where(weight == 0.0, 0.0, gradient)
     tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
@@ -111,31 +117,33 @@ def cross_entropy_gradient_kernel(
     weight = tl.load(weights + row)
     # Before the row is overwritten.
     chosen = tl.load(base + label).to(tl.float32)
-    log_total, winner = row_statistics(base, V, BLOCK_N, STAGES)
+    log_total, winner, last = row_statistics(base, V, BLOCK_N, STAGES)
     tl.store(cross_entropy + row, log_total - chosen)
     tl.store(best + row, winner)
     # The search for the column reads the row once more, in every warp; none may overwrite it before.
     tl.debug_barrier()
     whole = V // BLOCK_N
-    columns = tl.arange(0, BLOCK_N)
-    address = base + whole * BLOCK_N + columns
+    columns = tile_columns(BLOCK_N)
     inside = whole * BLOCK_N + columns < V
     if weight == 0.0:
-        zeros = tl.zeros((BLOCK_N,), logits.dtype.element_ty)
+        zeros = tl.zeros((BLOCK_N // GROUP, GROUP), logits.dtype.element_ty)
         for tile in tl.range(0, whole):
             tl.store(base + tile * BLOCK_N + columns, zeros)
-        tl.store(address, zeros, mask=inside)
+        tl.store(base + whole * BLOCK_N + columns, zeros, mask=inside)
     else:
-        # Backwards: the end of the row was read last and is the likeliest to be in the L2 cache still.
-        gradient = weight * probability(tl.load(address, mask=inside, other=0.0), log_total)
-        tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
+        # The weight is a part of the exponent: one multiplication less for each logit.
+        shift = tl.log2(weight) - LOG2_E * log_total
+        gradient = exp(last.to(tl.float32), shift)
+        tl.store(base + whole * BLOCK_N + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+        # Backwards: the end of the row was read last and is the likeliest to be in the L2 cache still. What is done
+        # leaves it first, to keep what other programs have yet to read again.
         for tile in tl.range(0, whole, num_stages=STAGES):
             address = base + (whole - 1 - tile) * BLOCK_N + columns
-            gradient = weight * probability(tl.load(address), log_total)
-            tl.store(address, gradient.to(logits.dtype.element_ty))
+            gradient = exp(tl.load(address, eviction_policy="evict_first").to(tl.float32), shift)
+            tl.store(address, gradient.to(logits.dtype.element_ty), eviction_policy="evict_first")
         # The label's own, after the threads that wrote its probability.
         tl.debug_barrier()
-        gradient = weight * (probability(chosen, log_total) - 1.0)
+        gradient = weight * (exp(chosen, -LOG2_E * log_total) - 1.0)
         tl.store(base + label, gradient.to(logits.dtype.element_ty))
 
 
@@ -147,24 +155,26 @@ def divergence_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     base, other = logits + row * V, others + row * V
     weight = tl.load(weights + row)
-    log_total, winner = row_statistics(base, V, BLOCK_N, STAGES)
-    other_total, other_winner = row_statistics(other, V, BLOCK_N, STAGES)
+    log_total, winner, _last = row_statistics(base, V, BLOCK_N, STAGES)
+    other_total, other_winner, _last = row_statistics(other, V, BLOCK_N, STAGES)
     tl.store(best + row, winner)
     tl.store(other_best + row, other_winner)
     # The search for the column reads the row once more, in every warp; none may overwrite it before.
     tl.debug_barrier()
+    # Logarithms of both to the base 2: one fused multiply-add each.
+    shift, other_shift = -LOG2_E * log_total, -LOG2_E * other_total
     total = tl.zeros((GRADIENT_BLOCK_N,), tl.float32)
     for start in tl.range(0, V, GRADIENT_BLOCK_N):
         columns = start + tl.arange(0, GRADIENT_BLOCK_N)
         inside = columns < V
-        q = tl.load(base + columns, mask=inside, other=0.0).to(tl.float32) - log_total
-        p = tl.load(other + columns, mask=inside, other=0.0).to(tl.float32) - other_total
-        share = exp(p)
+        q = tl.load(base + columns, mask=inside, other=0.0).to(tl.float32) * LOG2_E + shift
+        p = tl.load(other + columns, mask=inside, other=0.0).to(tl.float32) * LOG2_E + other_shift
+        share = tl.exp2(p)
         total += tl.where(inside, share * (p - q), 0.0)
         # A weightless row is zero whatever its logits hold.
-        gradient = tl.where(weight == 0.0, 0.0, weight * (exp(q) - share))
+        gradient = tl.where(weight == 0.0, 0.0, weight * (tl.exp2(q) - share))
         tl.store(base + columns, gradient.to(logits.dtype.element_ty), mask=inside)
-    tl.store(divergence + row, tl.sum(total, 0))
+    tl.store(divergence + row, tl.sum(total, 0) / LOG2_E)
 
 
 def softmax_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,7 +222,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, weights: 
 def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`softmax_statistics` and `softmax_gradient_` in one kernel, for weights known before.
 
-    Args: as theirs.
+    Args: as theirs; weights are not negative.
     Returns:
         cross_entropy [M] float32; best [M] int64, the first of equal logits. The logits hold their gradient.
     Cost: reads the logits once from memory and once more from the L2 cache as far as it holds them, writes them once;

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fused_cases import CASES, make_model
 
+from draftgraph.capture import tuning
 from draftgraph.capture.lane import Lane
 from draftgraph.capture.step import Step
 from draftgraph.capture.verify import compare, eager_references
@@ -56,6 +57,15 @@ def test_bf16_taps_are_as_near_to_float32_as_the_modules(tmp_path, case):
         fused_error = (fused - truth)[..., tap].norm()
         assert 0 < module_error < 0.2 * truth[..., tap].norm()
         assert fused_error <= 1.05 * module_error, (fused_error / module_error).item()
+
+
+@pytest.mark.parametrize("case", list(HEADS))
+def test_comparing_with_the_module_tunes_no_kernel_that_extraction_did_not(tmp_path, case):
+    target = Target(realistic_model(tmp_path, case, torch.bfloat16), TAPS, 512, "fused")
+    target.tune(2, 512)
+    tuned = tuning.choices()
+    target.check_against_module()
+    assert tuned and tuning.choices() == tuned
 
 
 @EVERY_CASE

@@ -1,6 +1,7 @@
 """The target's loop over its layers: the module's own taps, padded rows as if alone, families refused by name."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny import SHAPES, VOCAB, WINDOW, tiny_profile, write_target
 
 from draftgraph.engine.errors import CaptureError, UsageError
 from draftgraph.engine.models.layers import band
-from draftgraph.engine.models.ops import by_device
+from draftgraph.engine.models.ops import by_device, choose_ops_by_device, twin_of, twins
 from draftgraph.engine.models.target import Target, decoder_on_meta, load_config, load_model, load_tokenizer
 from draftgraph.engine.plan import make_plan
 
@@ -179,6 +180,17 @@ def test_ops_are_chosen_by_the_device_of_their_input():
 
     op.__wrapped__ = twin
     assert by_device(op)(torch.zeros(1)) == "twin"
+
+
+def test_a_module_that_is_compared_with_calls_twins_and_afterwards_its_own_ops_again(tmp_path):
+    model = load_model(write_target(tmp_path, "qwen3_5_text"), torch.float32, CPU)
+    choose_ops_by_device(model)
+    namespace = vars(sys.modules[type(model).__module__])
+    own = namespace["torch_chunk_gated_delta_rule"]
+    with pytest.raises(ZeroDivisionError), twins(model):
+        assert namespace["torch_chunk_gated_delta_rule"] is twin_of(own.draftgraph_op) is not own
+        raise ZeroDivisionError
+    assert namespace["torch_chunk_gated_delta_rule"] is own
 
 
 def test_a_random_target_has_the_same_weights_in_every_process(tmp_path):

@@ -1,5 +1,6 @@
 """What `plan` predicts: the scheduler over devices that only keep time, costs, every arrangement."""
 
+import dataclasses
 import json
 import time
 import xml.etree.ElementTree as ET
@@ -8,16 +9,19 @@ from types import SimpleNamespace
 import pytest
 from tiny import ordinary_rows, tiny_profile
 
+from draftgraph.engine.build import build
 from draftgraph.engine.cli import main
-from draftgraph.engine.config import PlacementSection, load_profile, to_toml
+from draftgraph.engine.config import EvalSection, PlacementSection, load_profile, to_toml
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.predict.arrange import arrangement, placements
 from draftgraph.engine.predict.cards import CARDS, card_named, card_of
 from draftgraph.engine.predict.costs import Costs, costs
-from draftgraph.engine.predict.memory import device_bytes, per_device
+from draftgraph.engine.predict.memory import cache_bytes, device_bytes, per_device
 from draftgraph.engine.predict.pace import Pace
+from draftgraph.engine.predict.recompute import estimate
 from draftgraph.engine.predict.simulate import simulate
+from draftgraph.engine.run.decoding import slots_for
 from draftgraph.engine.run.metrics import StepFigures
 from draftgraph.engine.run.simulated import Clock, SimulatedDevice, WallClock
 
@@ -162,6 +166,44 @@ def test_targets_on_one_device_share_its_model(tmp_path):
     assert per_device(twice)["cuda:0"] < 2 * per_device(once)["cuda:0"]
     three = device_bytes(plan, split(1, 3))
     assert three["drafter 0 on cuda:1"]["states"] == once["drafter 0 on cuda:1"]["states"] // 3
+
+
+def test_a_target_in_fp8_is_predicted_faster_where_the_card_has_it(tmp_path):
+    own, fp8 = (
+        make_plan(load_profile("qwen3.6-27b-8gpu", [f"target.precision={precision}"])) for precision in ("own", "fp8")
+    )
+    slow, fast = (costs(plan, None, "h200") for plan in (own, fp8))
+    assert fast.drafter_ms == slow.drafter_ms
+    assert all(slow.target_ms[b] == pytest.approx(1.66 * fast.target_ms[b]) for b in own.buckets)
+    with pytest.raises(UsageError, match="a100-80gb has no products in FP8"):
+        costs(fp8, None, "a100-80gb")
+
+
+def test_recomputing_layers_is_predicted_to_take_longer(tmp_path):
+    plain, again = (
+        make_plan(load_profile("qwen3.6-27b-8gpu", [f"drafter.recompute={switch}"])) for switch in ("false", "true")
+    )
+    bucket, told = max(plain.buckets, key=lambda b: (b.rows * b.anchors, b.rows * b.context)), estimate(plain)
+    assert told["bucket"] == bucket.name
+    before, after = (costs(plan, None, "h200").drafter_ms[bucket] for plan in (plain, again))
+    assert after - before == pytest.approx(told["costs_ms"] * told["at_tflops"] * 1e12 / CARDS["h200"].flops())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_evaluations_during_a_run_take_the_predicted_caches(tmp_path, family):
+    profile = tiny_profile(tmp_path, family, eval={"every": 2, "count": 3, "new_tokens": 12})
+    plan = make_plan(profile)
+    decoder = build(plan).held_out.decoder
+    slots = len(decoder.target.slots)
+    found = sum(t.nbytes for t in decoder.target.tensors.values())
+    assert cache_bytes(plan.target_config, slots, 4) * 3 == found
+    caches = found + sum(t.nbytes for t in decoder.drafter.tensors.values())
+    predicted = device_bytes(plan)["target 0 on cpu"]["evaluation"]
+    longest = slots_for(max(b.context for b in plan.buckets), 12, plan.shape.block_size)
+    logits = 3 * 2 * plan.shape.block_size * plan.shape.vocab_size * 4
+    assert caches + logits <= predicted <= caches * longest / slots + logits
+    without = make_plan(dataclasses.replace(profile, eval=EvalSection()))
+    assert device_bytes(without)["target 0 on cpu"]["evaluation"] == 0
 
 
 def test_what_does_not_fit_is_said(tmp_path):

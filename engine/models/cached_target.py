@@ -15,6 +15,7 @@ from draftgraph.engine.models.cached_delta import CachedDelta
 from draftgraph.engine.models.fused import worst_token_difference
 from draftgraph.engine.models.fused_qwen3_5 import require_fla
 from draftgraph.engine.models.layers import require_layer_loop, rotary_tables, unsupported
+from draftgraph.engine.models.ops import twins
 
 
 class SlotCache:
@@ -167,7 +168,8 @@ class CachedTarget:
             self.forward(ids[:, :num_tokens], steps)
             self.commit(kept)
             hidden, _ = self.forward(ids.gather(1, positions), positions)
-            expected = self.model(ids, use_cache=False).logits
+            with twins(self.model):
+                expected = self.model(ids, use_cache=False).logits
         self.reset()
         expected = expected.gather(1, positions[..., None].expand(-1, -1, expected.shape[-1]))
         return worst_token_difference(self.logits(hidden), expected).item()

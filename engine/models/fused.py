@@ -24,9 +24,9 @@ from draftgraph.kernels import fused as kernels
 from draftgraph.kernels import reference
 from draftgraph.kernels.reference import Quantised
 
-# Largest relative difference of one layer's output, per token, from the module's own: roundings of float32 in fla's
-# tensor-core products, of bfloat16 in everything. A wrong layer differs by 0.1 and more.
-ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# Largest relative difference of one layer's output, per token, from the module's own on PyTorch twins: roundings of
+# float32 to TF32 in fla's tensor-core products, of bfloat16 in everything. A wrong layer differs by 0.1 and more.
+ALLOWED = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Projection:

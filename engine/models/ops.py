@@ -6,7 +6,8 @@ code is refused with the install command, unless the profile allows it by name.
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,22 @@ def choose_ops_by_device(model: Any) -> None:
         op = namespace.get(name)
         if op is not None and not hasattr(op, "draftgraph_op"):
             namespace[name] = by_device(op)
+
+
+@contextmanager
+def twins(model: Any) -> Iterator[None]:
+    """The model's module calls PyTorch twins on every device: as a truth to compare with, it needs no tuned kernels.
+
+    Cold, fla's would take most of a minute to choose for shapes that no graph has.
+    """
+    namespace = vars(sys.modules[type(model).__module__])
+    found = {name: namespace.get(name) for name in DEVICE_DEPENDENT_OPS}
+    chosen = {name: op for name, op in found.items() if op is not None and hasattr(op, "draftgraph_op")}
+    namespace.update({name: twin_of(op.draftgraph_op) for name, op in chosen.items()})
+    try:
+        yield
+    finally:
+        namespace.update(chosen)
 
 
 def resolved_ops(model: Any, device: torch.device) -> dict[str, str]:

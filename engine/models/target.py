@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from draftgraph.engine.models.contexts import device_defaults, quiet
 from draftgraph.engine.models.forward import choose_forward, require_fp8
 from draftgraph.engine.models.fused import token_differences, worst_token_difference
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
-from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops
+from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops, twins
 from draftgraph.engine.models.weights import (
     copy_weights,
     cut_layers,
@@ -262,6 +263,19 @@ class Target:
         if self.final:
             taps[..., -size:].copy_(self.decoder.norm(x))
 
+    def tune(self, num_rows: int, num_context: int) -> None:
+        """Extract once, at a run's largest shape: on a GPU fla's kernels choose by the first shape that they see."""
+        self.taps_or_refuse(torch.zeros(num_rows, num_context, dtype=torch.int64, device=self.device))
+
+    def taps_or_refuse(self, input_ids: Tensor) -> Tensor:
+        """The taps [R, S, taps_size]. Raises: CaptureError: the layers take other arguments."""
+        taps = torch.empty(*input_ids.shape, self.taps_size, dtype=self.dtype, device=self.device)
+        try:
+            self.extract(input_ids, taps)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise unsupported(self.config, f"its layers cannot be called in a loop ({error})") from error
+        return taps
+
     @torch.no_grad()
     def check_against_module(self) -> None:
         """Compare with the untouched module, in the target's dtype, and count the waits for a GPU.
@@ -274,12 +288,10 @@ class Target:
         num_tokens = min(self.max_context, 2 * self.inputs.window if self.inputs.slides else 130)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (2, num_tokens), generator=generator).to(self.device)
-        taps = torch.empty(2, num_tokens, self.taps_size, dtype=self.dtype, device=self.device)
-        try:
-            self.extract(ids, taps)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise unsupported(self.config, f"its layers cannot be called in a loop ({error})") from error
-        states = self.decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        taps = self.taps_or_refuse(ids)
+        # A loop over the module's layers must call what the module calls; fused layers have their own.
+        with nullcontext() if self.fused is None else twins(self.model):
+            states = self.decoder(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         if self.fused is not None:
             with torch.cuda.device_of(ids):
                 self.fused.check_against_module(ids, states)

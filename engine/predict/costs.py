@@ -15,6 +15,7 @@ from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.predict.cards import CARDS, DEFAULT, NETWORK_GB_S, REACHED_BYTES, Card, card_named, card_of
+from draftgraph.engine.predict.recompute import extra_flops
 
 # The optimizer kernel, per bf16 parameter: gradient read and zeroed, master and moments read and written.
 OPTIMIZER_BYTES = 34
@@ -87,6 +88,8 @@ def costs(plan: Plan, evidence: Mapping[str, Any] | None, gpu: str | None) -> Co
     Args:
         evidence: the content of a warmup.json.
         gpu: a name of the card table; default: the warm-up's card, else an H200 where the profile names GPUs.
+    Raises:
+        UsageError: the card is not in the table, or has no products in FP8 for a target that is.
     """
     placement = plan.profile.placement
     on_cpu = all(name == "cpu" for name in placement.targets + placement.drafters)
@@ -100,10 +103,15 @@ def costs(plan: Plan, evidence: Mapping[str, Any] | None, gpu: str | None) -> Co
         card = None
     else:
         card = found or CARDS[DEFAULT]
+    precision = plan.profile.target.precision
+    if card is not None and precision == "fp8" and not card.fp8:
+        raise UsageError(f'plan: {card.name} has no products in FP8; write target.precision = "own"')
     target = {b.name: float(plan.flops.target(b.rows * b.context)) for b in plan.buckets}
     drafter = {b.name: float(b.rows * plan.flops.drafter(b.context, b.anchors)) for b in plan.buckets}
-    target_ms = per_bucket(plan, "target", target, measured, card)
-    drafter_ms = per_bucket(plan, "drafter", drafter, measured, card)
+    if plan.profile.drafter.recompute:
+        drafter = {b.name: drafter[b.name] + extra_flops(plan, b) for b in plan.buckets}
+    target_ms = per_bucket(plan, "target", target, measured, card.flops(precision) if card else None)
+    drafter_ms = per_bucket(plan, "drafter", drafter, measured, card.flops() if card else None)
     optimizer_ms = measured.get("optimizer")
     if optimizer_ms is not None and evidence:
         # Of several drafters each updates its slice.
@@ -126,14 +134,14 @@ def measured_ms(evidence: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def per_bucket(
-    plan: Plan, step: str, flops: Mapping[str, float], measured: Mapping[str, float], card: Card | None
+    plan: Plan, step: str, flops: Mapping[str, float], measured: Mapping[str, float], flops_per_s: float | None
 ) -> dict[Bucket, float] | None:
     """Milliseconds of one step in every bucket, measured or estimated; None where neither is possible."""
     known = [b for b in plan.buckets if f"{step} {b.name}" in measured]
     if known:
         ms_per_flop = median(measured[f"{step} {b.name}"] / flops[b.name] for b in known)
-    elif card is not None:
-        ms_per_flop = 1e3 / card.flops
+    elif flops_per_s is not None:
+        ms_per_flop = 1e3 / flops_per_s
     else:
         return None
     return {b: measured.get(f"{step} {b.name}", ms_per_flop * flops[b.name]) for b in plan.buckets}

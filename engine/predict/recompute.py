@@ -5,6 +5,7 @@ Promises: counted from shapes, as everything in a plan. The milliseconds are at 
 
 from typing import Any
 
+from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.models.drafter import DrafterShape
 from draftgraph.engine.plan import Plan
 
@@ -24,14 +25,20 @@ def kept_bytes(shape: DrafterShape, draft_tokens: int, element_size: int, recomp
     return draft_tokens * held * element_size
 
 
+def extra_flops(plan: Plan, bucket: Bucket) -> float:
+    """Of one micro-step: its layers' forward again."""
+    tokens = bucket.rows * bucket.anchors * plan.shape.block_size
+    context = plan.flops.context_parameters - len(plan.shape.target_layer_ids) * plan.shape.hidden_size**2
+    return 2.0 * (plan.flops.block_parameters * tokens + context * bucket.rows * bucket.context)
+
+
 def estimate(plan: Plan) -> dict[str, Any]:
     """What `drafter.recompute` saves and costs in the largest micro-step, whether it is on or not."""
     shape, size = plan.shape, 2 if plan.profile.target.dtype == "bfloat16" else 4
     largest = max(plan.buckets, key=lambda bucket: (bucket.rows * bucket.anchors, bucket.rows * bucket.context))
     tokens = largest.rows * largest.anchors * shape.block_size
     kept = [kept_bytes(shape, tokens, size, recompute) for recompute in (False, True)]
-    context = plan.flops.context_parameters - len(shape.target_layer_ids) * shape.hidden_size**2
-    flops = 2.0 * (plan.flops.block_parameters * tokens + context * largest.rows * largest.context)
+    flops = extra_flops(plan, largest)
     micro_step = largest.rows * plan.flops.row(largest.context, largest.anchors)
     return {
         "on": plan.profile.drafter.recompute,
