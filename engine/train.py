@@ -230,7 +230,7 @@ def run(
                                     hosts.heard.checkpoint = True
                             tally.extra |= scheduler.meter.newest()
                             look()
-                            pace.look(tally.last)
+                            pace.look(tally.last, engine.held_out.seconds if engine.held_out else 0.0)
                             writer.poll()
                             if step % profile.log.every == 0:
                                 mark()

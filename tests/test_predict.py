@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import pytest
 from tiny import ordinary_rows, tiny_profile
@@ -17,6 +18,7 @@ from draftgraph.engine.predict.arrange import arrangement, placements
 from draftgraph.engine.predict.cards import CARDS, card_named, card_of
 from draftgraph.engine.predict.costs import Costs, costs
 from draftgraph.engine.predict.memory import cache_bytes, device_bytes, per_device
+from draftgraph.engine.predict.pace import Pace
 from draftgraph.engine.predict.recompute import estimate
 from draftgraph.engine.predict.simulate import simulate
 from draftgraph.engine.run.decoding import slots_for
@@ -155,6 +157,14 @@ def test_targets_on_one_device_share_its_model(tmp_path):
     assert per_device(twice)["cuda:0"] < 2 * per_device(once)["cuda:0"]
     three = device_bytes(plan, split(1, 3))
     assert three["drafter 0 on cuda:1"]["states"] == once["drafter 0 on cuda:1"]["states"] // 3
+
+
+def test_evaluations_are_no_step_time(monkeypatch):
+    pace, now = Pace(), iter([10.0, 12.0, 19.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    for step, evaluating in ((1, 0.0), (2, 0.0), (4, 3.0)):
+        pace.look([SimpleNamespace(step=step)], evaluating)
+    assert pace.step_ms == pytest.approx(2000.0)
 
 
 def test_a_target_in_fp8_is_predicted_faster_where_the_card_has_it(tmp_path):

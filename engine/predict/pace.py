@@ -19,15 +19,15 @@ class Pace:
         self.first: tuple[int, float] | None = None
         self.last: tuple[int, float] | None = None
 
-    def look(self, arrived: Sequence[StepFigures]) -> None:
-        """Note the time at which a step is the newest whose figures are here."""
+    def look(self, arrived: Sequence[StepFigures], evaluating_seconds: float = 0.0) -> None:
+        """Note the time at which a step is the newest whose figures are here, less all that evaluations took so far."""
         if arrived and (self.last is None or arrived[-1].step > self.last[0]):
-            self.last = arrived[-1].step, time.perf_counter()
+            self.last = arrived[-1].step, time.perf_counter() - evaluating_seconds
             self.first = self.first or self.last
 
     @property
     def step_ms(self) -> float | None:
-        """Per step, checkpoints included; None where fewer than two were seen."""
+        """Per step, checkpoints included, evaluations not; None where fewer than two were seen."""
         if self.first is None or self.last is None or self.first[0] == self.last[0]:
             return None
         return 1e3 * (self.last[1] - self.first[1]) / (self.last[0] - self.first[0])
