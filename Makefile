@@ -30,7 +30,7 @@ $(PEERS)/dflash $(PEERS)/speculators:
 
 test-peers: $(VENV)/ready $(PEERS)/dflash $(PEERS)/speculators
 	rm -rf $(PEERS)/cases
-	$(BIN)/python tests/peers/make_cases.py $(PEERS)/cases
+	$(BIN)/python tests/make_cases.py $(PEERS)/cases
 	$(BIN)/python tests/peers/check_specforge.py $(PEERS)/cases
 	$(PEERS)/dflash/bin/python tests/peers/check_dflash.py $(PEERS)/cases
 	$(PEERS)/speculators/bin/python tests/peers/check_speculators.py $(PEERS)/cases

@@ -111,8 +111,10 @@ class Engine:
     def initialise(self) -> None:
         """The state before step 1, from the profile's seed or `drafter.init`; every drafter the same."""
         seed, section = self.plan.profile.run.seed, self.plan.profile.drafter
-        for drafter in self.rig.drafters:
-            drafter.initialise(partial(initialise, init=section.init, seed=seed, std=section.init_std))
+        first, *others = self.rig.drafters
+        first.initialise(partial(initialise, init=section.init, seed=seed, std=section.init_std))
+        for drafter in others:  # a copy: two billion numbers take a CPU half a minute
+            drafter.initialise(lambda module: module.load_state_dict(first.drafter.state_dict()))
 
     def rows_of(self, step: int) -> str:
         """How to see the rows that a step trained on, which are dealt again from the schedule."""

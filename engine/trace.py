@@ -1,10 +1,11 @@
 """`draftgraph trace`: where the time of a few steady steps goes.
 
 With nsys on the PATH the command runs itself under nsys and reads what that recorded; without, torch's built-in
-profiler records. The steps are those of `train`: same schedule, figures published, nothing saved. Warm-up and the first
-steps are left out.
+profiler records. The steps are those of `train`: same schedule, figures published, nothing saved or
+evaluated. Warm-up and the first steps are left out.
 """
 
+import dataclasses
 import json
 import shlex
 import shutil
@@ -110,7 +111,8 @@ def steady_steps(
     values: Profile, folder: Path, steps: int, console: Console, traced: AbstractContextManager[object]
 ) -> None:
     """Warm up, issue some steps, and then those that are `traced`; the devices are idle before and after these."""
-    plan = make_plan(values)
+    # None of these steps evaluates, so nothing that decodes is captured for them.
+    plan = make_plan(dataclasses.replace(values, eval=dataclasses.replace(values.eval, every=0)))
     with warm_engine(plan, folder, console) as (engine, _), engine.loader(0) as (loader, rig):
         scheduler, late = schedule(plan, rig, loader, 0)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-PEERS = Path(__file__).resolve().parent / "peers"
+HERE = Path(__file__).resolve().parent
 
 
 def run(script: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, PEERS / script, folder], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, HERE / script, folder], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -27,5 +27,5 @@ def cases(tmp_path_factory) -> Path:
 def test_exports_load_draft_and_decode_the_same_elsewhere(peer, cases):
     if importlib.util.find_spec(peer) is None:
         pytest.skip(f"needs the wheel {peer}")
-    out = run(f"check_{peer}.py", cases)
+    out = run(f"peers/check_{peer}.py", cases)
     assert [line.split()[0] for line in out.splitlines()] == ["sliding", "tied", "untied", "wide-window"]

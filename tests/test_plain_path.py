@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 from tiny import tiny_profile
 
+from draftgraph.engine.config import load_profile
 from draftgraph.engine.models import drafter, loss
+from draftgraph.engine.models.forward import refuse_fp8
 from draftgraph.engine.run import optimizer
 from draftgraph.engine.train import train
 from draftgraph.kernels import reference
@@ -33,6 +35,16 @@ def test_windows_are_compared_with_the_fast_path_and_another_seed_is_the_measure
     lines = script.table(found).splitlines()
     assert lines[1].split() == ["1-20", "4.9050", "4.9060", "4.8850"] and len(lines) == 5
     assert not script.compare({**runs, "plain": [x + 0.03 for x in fast]})["agrees"]
+
+
+def test_every_variant_of_the_shipped_profile_may_be_trained(script):
+    found = script.variants("smollm2-gpu", ["run.seed=7"], 50, fp8=True)
+    profiles = {name: load_profile("smollm2-gpu", assignments) for name, assignments in found.items()}
+    for profile in profiles.values():
+        refuse_fp8(profile)
+        assert profile.run.steps == 50 and not profile.eval.every
+    assert profiles["another seed"].run.seed == 8 and profiles["fp8 target"].target.precision == "fp8"
+    assert profiles["plain"].target.forward == "module"
 
 
 def test_the_losses_are_those_of_a_run_in_order(script, tmp_path):

@@ -4,8 +4,8 @@ from copy import deepcopy
 
 import pytest
 import torch
+from decoding_cases import NO_STOP, PROMPT, VOCAB, tiny_shape, tiny_target
 from plain_decoding import greedy, speculative
-from test_models_decode import NO_STOP, PROMPT, VOCAB, tiny_shape, tiny_target
 from tiny import SHAPES, WINDOW, write_target
 
 from draftgraph.capture.verify import compare, eager_references
@@ -63,6 +63,15 @@ class ScriptedCache(CachedDrafter):
             for k, token in enumerate(self.script(r, start)):
                 drafts[r, k, token] = 1.0
         return drafts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_by_its_definition_is_what_transformers_generates(family):
+    model, row = tiny_target(family), prompts()[0]
+    mask = torch.ones_like(row)[None]
+    expected = model.generate(row[None], max_new_tokens=NEW, do_sample=False, pad_token_id=0, attention_mask=mask)
+    answer = greedy(model, row, NEW)
+    assert answer == expected[0, len(row) :].tolist() and len(set(answer)) > 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

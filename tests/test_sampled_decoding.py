@@ -1,7 +1,7 @@
 """Sampled speculative decoding keeps the target's distribution: chi-square against exact probabilities, fixed seeds."""
 
 import torch
-from test_models_decode import NO_STOP, VOCAB, prompt, tiny_shape, tiny_target
+from decoding_cases import NO_STOP, VOCAB, prompt, tiny_shape, tiny_target
 
 from draftgraph.engine.models.cached_drafter import CachedDrafter
 from draftgraph.engine.models.cached_target import CachedTarget

@@ -6,8 +6,8 @@ from copy import deepcopy
 
 import pytest
 import torch
+from decoding_cases import NO_STOP, tiny_target
 from plain_decoding import draft_logits, greedy, speculative, taps_of
-from test_models_decode import NO_STOP, tiny_target
 from test_run_decoding import LENGTHS, NEW, fresh, prompts
 
 from draftgraph.capture.verify import compare, eager_references

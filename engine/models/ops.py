@@ -41,8 +41,8 @@ def twins(model: Any) -> Iterator[None]:
     Cold, fla's would take most of a minute to choose for shapes that no graph has.
     """
     namespace = vars(sys.modules[type(model).__module__])
-    found = {name: namespace.get(name) for name in DEVICE_DEPENDENT_OPS}
-    chosen = {name: op for name, op in found.items() if op is not None and hasattr(op, "draftgraph_op")}
+    ours = (name for name in DEVICE_DEPENDENT_OPS if hasattr(namespace.get(name), "draftgraph_op"))
+    chosen = {name: namespace[name] for name in ours}
     namespace.update({name: twin_of(op.draftgraph_op) for name, op in chosen.items()})
     try:
         yield

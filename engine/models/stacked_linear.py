@@ -1,10 +1,9 @@
 """Several linear layers of one input as one product, their parameters apart under their own names.
 
 Promises: one GEMM forward and two backward, whatever the number of weights; nothing is copied where the weights lie
-below each other in memory, as `FlatParameters` lays out parameters that are registered one after the other. Elsewhere,
-such as in a drafter loaded for decoding, they are copied together at each call. Where the weights' gradients lie so
-too, the weights' product adds to them itself: what autograd would round to bfloat16, cast and add again in two more
-passes is added once, in float32.
+below each other in memory, as `FlatParameters` lays out parameters that are registered one after the other; elsewhere
+they are copied together at each call. Where the weights' gradients lie so too, their product adds to them itself: what
+autograd would round to bfloat16, cast and add again in two more passes is added once, in float32.
 """
 
 from typing import Any

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import json
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,7 @@ class Target:
         self.fused = choose_forward(self.decoder, target_layer_ids, max_context, forward, self.inputs.slides, final)
         # Of each tap in FP8 from the model's own precision; empty where it runs in that.
         self.tap_errors: dict[int, float] = {}
+        self.tuning_seconds = 0.0
 
     @property
     def ops(self) -> dict[str, str]:
@@ -265,7 +267,10 @@ class Target:
 
     def tune(self, num_rows: int, num_context: int) -> None:
         """Extract once, at a run's largest shape: on a GPU fla's kernels choose by the first shape that they see."""
+        since = time.perf_counter()
         self.taps_or_refuse(torch.zeros(num_rows, num_context, dtype=torch.int64, device=self.device))
+        torch.cuda.synchronize(self.device)
+        self.tuning_seconds = time.perf_counter() - since
 
     def taps_or_refuse(self, input_ids: Tensor) -> Tensor:
         """The taps [R, S, taps_size]. Raises: CaptureError: the layers take other arguments."""

@@ -31,7 +31,7 @@ class Pace:
 
     @property
     def step_ms(self) -> float | None:
-        """Per step, checkpoints included; None where fewer than two were seen."""
+        """Per step, checkpoints included, evaluations not; None where fewer than two were seen."""
         if self.first is None or self.last is None or self.first[0] == self.last[0]:
             return None
         return 1e3 * (self.last[1] - self.first[1]) / (self.last[0] - self.first[0])

@@ -69,6 +69,18 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def variants(profile: str, assignments: list[str], steps: int, fp8: bool) -> dict[str, list[str]]:
+    """Name -> assignments of every training. None evaluates: a target in FP8 could not."""
+    from draftgraph.engine.config import load_profile
+
+    always = [f"run.steps={steps}", "checkpoint.every=0", "eval.every=0", *assignments]
+    seed = load_profile(profile, assignments).run.seed
+    own = {"fast": [], "plain": ["target.forward=module"], "another seed": [f"run.seed={seed + 1}"]}
+    if fp8:
+        own["fp8 target"] = ["target.precision=fp8"]
+    return {name: [*always, *changes] for name, changes in own.items()}
+
+
 def train(profile: str, run: Path, plain: bool, assignments: list[str]) -> None:
     command = [sys.executable, "-P", __file__, profile, "--set", *assignments, "--train", str(run)]
     subprocess.run([*command, *(["--plain"] if plain else [])], check=True)
@@ -90,22 +102,11 @@ def main() -> int:
         if args.plain:
             use_twins()
         return draftgraph(["train", args.profile, "--run", args.train, "--set", *args.assignments])
-    always = [f"run.steps={args.steps}", "checkpoint.every=0", *args.assignments]
-    from draftgraph.engine.config import load_profile
-
-    seed = load_profile(args.profile, args.assignments).run.seed
-    variants: dict[str, tuple[bool, list[str]]] = {
-        "fast": (False, []),
-        "plain": (True, ["target.forward=module"]),
-        "another seed": (False, [f"run.seed={seed + 1}"]),
-    }
-    if args.fp8:
-        variants["fp8 target"] = (False, ["target.precision=fp8"])
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, (plain, assignments) in variants.items():
+        for name, assignments in variants(args.profile, args.assignments, args.steps, args.fp8).items():
             run = Path(folder) / name.replace(" ", "-")
-            train(args.profile, run, plain, [*always, *assignments])
+            train(args.profile, run, name == "plain", assignments)
             runs[name] = losses(run)
     found = compare(runs)
     print(table(found))

@@ -172,7 +172,8 @@ def compare(args: argparse.Namespace) -> None:
     peer = import_peer()
     if peer is None:
         sys.exit("needs the wheel specforge: pip install --no-deps specforge==0.2.0")
-    profile = load_profile(args.profile, args.assignments)
+    # The peer decodes nothing while it trains.
+    profile = load_profile(args.profile, ["eval.every=0", *args.assignments])
     if (profile.optim.accumulate, profile.drafter.reuse, len(profile.placement.drafters)) != (1, 1, 1):
         sys.exit("the profile needs optim.accumulate = 1, drafter.reuse = 1 and one drafter")
     out = Path(args.out)

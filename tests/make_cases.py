@@ -1,9 +1,9 @@
 """Writes what the peers are to load: tiny targets, our exports of drafters trained on them, and what ours computes.
 
-    python tests/peers/make_cases.py FOLDER
+    python tests/make_cases.py FOLDER
 
 A case is a folder: target/ as transformers saves it; zlab/ and speculators/, our exports in float32; case.safetensors
-and case.json, the expected figures. The checks beside this file read it and import nothing of draftgraph.
+and case.json, the expected figures. The checks in peers/ read it and import nothing of draftgraph.
 """
 
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from plain_decoding import greedy, speculative
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftgraph.engine.models.decode import decode_plain, decode_speculative
 from draftgraph.engine.models.drafter import Drafter, DrafterShape, block_tokens
 from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.loss import LossRule, dflash_loss
@@ -82,7 +82,7 @@ def write_case(
     model = tiny_target(family, tied)
     model.save_pretrained(folder / "target")
     prompt = torch.randint(3, VOCAB - 1, (PROMPT,), generator=torch.Generator().manual_seed(2))
-    row = torch.cat([prompt, torch.tensor(decode_plain(model, prompt, NEW, frozenset()))])
+    row = torch.cat([prompt, torch.tensor(greedy(model, prompt, NEW))])
     taps = torch.empty(1, len(row), len(TAPS) * HIDDEN)
     Target(model, TAPS, 128).extract(row[None], taps)
     shape = DrafterShape(
@@ -112,10 +112,9 @@ def write_case(
     tokens, _ = block_tokens(row[None], anchors, BLOCK)
     tokens[..., 1:] = shape.mask_token_id
     hidden = drafter(taps, model.get_input_embeddings()(tokens), anchors, torch.ones_like(anchors, dtype=torch.bool))[0]
-    decoded = decode_speculative(model, drafter, prompt, NEW, frozenset())
-    assert decoded.tokens == row[PROMPT:].tolist()
+    _, (forwards, *accepted) = speculative(model, drafter, prompt, NEW)
     # All or nothing would show little.
-    assert -(-(NEW - 1) // BLOCK) < decoded.forwards < NEW - 1, decoded
+    assert -(-(NEW - 1) // BLOCK) < forwards < NEW - 1, accepted
     tensors = {
         "row": row,
         "taps": taps[0],
@@ -136,7 +135,7 @@ def write_case(
         kind = LossRule("decay", 4.0, labels=labels, norm="slots")
         sums = dflash_loss(out, model.get_output_embeddings().weight, row[None], mask, every, valid, kind, 64, final)
         losses[name] = float(sums.loss / sums.weight)
-    facts = {"losses": losses, "prompt_tokens": PROMPT, "new_tokens": NEW, "forwards": decoded.forwards}
+    facts = {"losses": losses, "prompt_tokens": PROMPT, "new_tokens": NEW, "forwards": forwards}
     facts["comparable_in_speculators"] = rule != "served" or window is None or window > len(row)
     (folder / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
 
