@@ -6,7 +6,7 @@ Promises: none of it makes a CUDA call or waits for anything while steps are iss
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ from draftgraph.engine.progress import PlainLines
 from draftgraph.engine.report.page import write_report
 from draftgraph.engine.run.disk import write_text
 from draftgraph.engine.run.loggers import Loggers, wanted_sinks
-from draftgraph.engine.run.metrics import StepFigures, Tally
+from draftgraph.engine.run.metrics import RealAcceptance, StepFigures, Tally
 from draftgraph.engine.run.panel import REFRESH_PER_SECOND, View
 from draftgraph.engine.run.sampler import AFTER, STEADY, Sampler
 
@@ -109,19 +109,20 @@ class Observers:
         )
         return Live(self.view, console=self.console, refresh_per_second=REFRESH_PER_SECOND)
 
-    def look(self, rows: Sequence[StepFigures]) -> None:
-        """Take the figures of steps as they arrive; every `log.every`th goes to the loggers."""
+    def look(self, rows: Sequence[StepFigures], real: Mapping[int, RealAcceptance]) -> None:
+        """Take the figures of steps as they arrive; every `log.every`th goes to the loggers, and every evaluation.
+
+        Args:
+            real: step -> as measured by decoding.
+        """
         if not self.loggers.sinks:
             return
         for row in rows:
-            if row.step % self.plan.profile.log.every == 0:
-                figures = asdict(row)
-                step, slots = figures.pop("step"), figures.pop("accuracy_per_slot")
-                figures |= {f"accuracy/slot {index + 1}": value for index, value in enumerate(slots)}
-                self.loggers.log(step, figures)
+            if row.step % self.plan.profile.log.every == 0 or row.step in real:
+                self.loggers.log(row.step, figures_of(row, real.get(row.step)))
                 # A message each: one of many devices would not fit into an atomic write.
                 for name, sample in self.sampler.latest.copy().items():
-                    self.loggers.log(step, {f"{name}/{key}": sample[key] for key in SAMPLED if key in sample})
+                    self.loggers.log(row.step, {f"{name}/{key}": sample[key] for key in SAMPLED if key in sample})
 
     def tell(self, step: int, tally: Tally, real_tokens_per_s: float) -> None:
         """Show where the run is."""
@@ -158,6 +159,16 @@ class Observers:
             self.say(f"report: {write_report(self.folder)}")
         except Exception as error:
             self.say(f"no report ({error!r}); `draftgraph report {self.folder}` tries again")
+
+
+def figures_of(row: StepFigures, real: RealAcceptance | None) -> dict[str, Any]:
+    """Under the names of metrics.jsonl, each slot's apart."""
+    figures = asdict(row) | ({f"real_{name}": value for name, value in asdict(real).items()} if real else {})
+    del figures["step"]
+    for name in ("accuracy", "real_acceptance"):
+        slots = figures.pop(f"{name}_per_slot", [])
+        figures |= {f"{name}/slot {index + 1}": value for index, value in enumerate(slots)}
+    return figures
 
 
 def is_terminal(console: Console) -> bool:

@@ -174,7 +174,7 @@ class Run:
         """Log and judge the figures that have arrived."""
         rows = self.tally.add(self.late.finished(wait))
         self.health.look(rows)
-        self.observers.look(rows)
+        self.observers.look(rows, self.tally.real)
 
     def mark(self) -> None:
         """Tell what broke the steady state."""

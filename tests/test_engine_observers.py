@@ -35,6 +35,20 @@ def test_a_run_that_is_watched_trains_the_bits_of_one_that_is_not(tmp_path, monk
     assert '"device": "host"' in samples and "host" not in (tmp_path / "bare" / "devices.jsonl").read_text()
 
 
+def test_loggers_get_every_evaluation_whatever_the_interval_of_other_figures(tmp_path, monkeypatch):
+    changes = {"eval": {"every": 3, "count": 2, "new_tokens": 8}}
+    _, told = watched(tmp_path, monkeypatch, every=4, **changes)
+    lines = [json.loads(line) for line in (tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()]
+    sent = {line["step"]: line for line in told("log") if "loss" in line}
+    assert sorted(sent) == [3, 4, 6]
+    for step in (3, 6):
+        line = lines[step - 1]
+        assert sent[step]["real_acceptance"] == line["real_acceptance"]
+        slots = [sent[step].get(f"real_acceptance/slot {slot}") for slot in (1, 2, 3)]
+        assert slots == line["real_acceptance_per_slot"]
+    assert "real_acceptance" not in sent[4] and sent[4]["accuracy/slot 1"] == lines[3]["accuracy_per_slot"][0]
+
+
 def test_the_tokens_of_metrics_are_those_of_the_summary(tmp_path):
     summary = bare(tmp_path)
     tokens = sum(line["real_tokens"] for line in figures_of(tmp_path / "bare"))

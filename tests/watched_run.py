@@ -17,7 +17,9 @@ from draftgraph.engine.train import train
 FIGURES = ("step", "loss", "acceptance", "accuracy_per_slot", "grad_norm", "lr", "skipped", "real_tokens")
 
 
-def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[dict[str, Any], Any]:
+def watched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, every: int = 1, **changes: Any
+) -> tuple[dict[str, Any], Any]:
     """The summary of a run with a panel, dense samples and wandb, and what wandb was told."""
     told = install(folder, monkeypatch)
     # The fake stands for a package that need not be installed.
@@ -26,7 +28,7 @@ def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tu
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    log = {"every": 1, "wandb": "offline", "sample_seconds": 0.02}
+    log = {"every": every, "wandb": "offline", "sample_seconds": 0.02}
     return train(tiny_profile(folder, **changes, log=log), folder / "watched", False, console), told
 
 

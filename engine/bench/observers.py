@@ -126,7 +126,7 @@ def watched_steps(
                 issue(scheduler, late, step)
                 rows = tally.add(late.finished())
                 health.look(rows)
-                seen.look(rows)
+                seen.look(rows, tally.real)
                 if step % profile.log.every == 0:
                     watch.mark(step)
                     seen.tell(step, tally, scheduler.real_tokens / (time.perf_counter() - started))
