@@ -49,6 +49,14 @@ def test_each_emitted_token_has_the_target_s_distribution_and_no_other_rule_has(
     assert deviation(block[:, 1].bincount(minlength=6), p[0] * num) > 20
 
 
+def test_a_rejection_where_rounding_leaves_nothing_takes_a_token_that_the_target_may_say():
+    logits = torch.tensor([[[1.0, 2.0, 0.0, float("-inf")]] * 2])
+    drafted = probabilities(logits[:, :1], 1.0) * (1 + 1e-6)
+    block, numbers = torch.tensor([[0, 1]]), torch.tensor([[1 - 2**-24, 0.5]])
+    tokens, accepted = verify_sampled(block, logits, drafted, numbers, 1.0)
+    assert accepted.tolist() == [0] and tokens[0, 0].item() == 1
+
+
 @torch.no_grad()
 def exact_pairs(model, row, temperature):
     """Probability of the second and third token of an answer, [V, V], over all first ones."""

@@ -1,4 +1,5 @@
-"""Ops of a target's module that have a GPU package and a PyTorch twin: which one runs on which device.
+"""Ops of a target's module that have a GPU package and a PyTorch twin: which one runs on which device. And which
+implementation of attention and experts its module takes.
 
 Promises: CUDA tensors take the package's kernel, CPU tensors the twin; a GPU run that would fall back to slow PyTorch
 code is refused with the install command, unless the profile allows it by name.
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.errors import CaptureError
+from draftgraph.engine.models.contexts import quiet
+from draftgraph.engine.models.layers import num_experts
 
 # Ops for which transformers resolves a GPU kernel once per process; on CPU tensors those kernels crash (seen with
 # transformers 5.24 and fla 0.6), so each call picks the kernel or its PyTorch twin by the device of its input.
@@ -32,6 +35,18 @@ def choose_ops_by_device(model: Any) -> None:
         op = namespace.get(name)
         if op is not None and not hasattr(op, "draftgraph_op"):
             namespace[name] = by_device(op)
+
+
+def choose_implementations(model: Any) -> None:
+    """Where transformers' own choice (SDPA where the family has it) is wrong or is not certain."""
+    config = model.config.get_text_config()
+    with quiet():
+        # transformers 5.17 runs soft-capped scores through SDPA, without the cap.
+        if getattr(config, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")
+        # The only path of experts without nonzero() or a copy of the weights for every token.
+        if num_experts(config):
+            model.set_experts_implementation("grouped_mm")
 
 
 @contextmanager

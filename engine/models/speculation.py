@@ -46,7 +46,9 @@ def verify_sampled(
     accepted = (uniform[:, :-1] * likely[1] < likely[0]).long().cumprod(1).sum(1)
     # Nothing was drafted behind the last slot: there p itself is left.
     left = torch.cat([(p[:, :-1] - drafted).clamp(min=0), p[:, -1:]], 1)
-    left = left.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+    left, own = (x.gather(1, accepted[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0] for x in (left, p))
+    # And where p and q agree but for rounding, which may have taken all that p has more.
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, own)
     following = draw(left, uniform[:, -1])
     tokens = torch.cat([drafts, following[:, None]], 1)
     return tokens.scatter(1, accepted[:, None], following[:, None]), accepted

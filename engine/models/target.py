@@ -27,7 +27,7 @@ from draftgraph.engine.models.contexts import device_defaults, quiet
 from draftgraph.engine.models.forward import choose_forward, require_fp8
 from draftgraph.engine.models.fused import token_differences, worst_token_difference
 from draftgraph.engine.models.layers import LayerInputs, num_experts, require_layer_loop, unsupported
-from draftgraph.engine.models.ops import choose_ops_by_device, resolved_ops, twins
+from draftgraph.engine.models.ops import choose_implementations, choose_ops_by_device, resolved_ops, twins
 from draftgraph.engine.models.weights import (
     copy_weights,
     cut_layers,
@@ -174,18 +174,6 @@ def decoder_on_meta(config: Any) -> Any:
         raise unsupported(config, reason) from error
     require_layer_loop(decoder)
     return decoder
-
-
-def choose_implementations(model: Any) -> None:
-    """Where transformers' own choice (SDPA where the family has it) is wrong or is not certain."""
-    config = model.config.get_text_config()
-    with quiet():
-        # transformers 5.17 runs soft-capped scores through SDPA, without the cap.
-        if getattr(config, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")
-        # The only path of experts without nonzero() or a copy of the weights for every token.
-        if num_experts(config):
-            model.set_experts_implementation("grouped_mm")
 
 
 class Target:
