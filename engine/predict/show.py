@@ -18,6 +18,8 @@ def show_plan(console: Console, values: Row) -> None:
     if times:
         where = f"on {values['gpu']}" if values["gpu"] != "cpu" else "on this CPU"
         console.print(f"Milliseconds {where}; ~ is estimated from FLOPs and bytes, without it a warm-up measured.\n")
+    for note in values["notes"]:
+        console.print(f"{note}\n", markup=False)
     console.print(columns_table("Predicted memory; the pool is an estimate", memory_rows(values)))
     switch = values["recompute"]
     console.print(
