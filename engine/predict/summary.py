@@ -33,7 +33,7 @@ def summary(
     held = np.array([b.anchors for b in plan.buckets])[plan.assignment]
     target = plan.flops.target(contexts).sum() / len(placement.targets)
     drafter = plan.flops.reuse * plan.flops.drafter(contexts, held).sum() / len(placement.drafters)
-    roles = device_bytes(plan)
+    roles, known = device_bytes(plan), costs(plan, evidence, gpu)
     values = {
         "buckets": [{"rows": b.rows, "context": b.context, "anchors": b.anchors} for b in plan.buckets],
         "rows_per_bucket": np.bincount(plan.assignment, minlength=len(plan.buckets)).tolist(),
@@ -44,7 +44,7 @@ def summary(
         "row_efficiency": plan.schedule.row_efficiency,
         "target_flop_share": float(target / (target + drafter)),
         "device_bytes": roles,
-        "recompute": estimate(plan),
+        "recompute": estimate(plan, known.card if known else None),
         "split": {"targets": len(placement.targets), "drafters": len(placement.drafters)},
         "bound_by": "target" if target > drafter else "drafter",
         "gpu": None,
@@ -52,7 +52,6 @@ def summary(
         "tokens_per_s": None,
         "notes": notes(plan, evidence),
     }
-    known = costs(plan, evidence, gpu)
     if known is None:
         return values
     outcome = simulate(known)
