@@ -57,7 +57,7 @@ def plan(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.config import load_profile
     from draftgraph.engine.data.picture import draw_buckets
     from draftgraph.engine.plan import make_plan
-    from draftgraph.engine.predict.costs import read_warmup
+    from draftgraph.engine.predict.measured import read_warmup
     from draftgraph.engine.predict.show import show_plan
     from draftgraph.engine.predict.summary import summary
 

@@ -121,6 +121,20 @@ class Plan:
         return json.loads(json.dumps(made_of))  # as a checkpoint gives it back: lists for tuples
 
     @property
+    def graphs_made_of(self) -> dict[str, Any]:
+        """What the time of a graph of a bucket depends on, beside the device: a warm-up's evidence says it."""
+        profile, kinds = self.profile, lambda names: sorted({name.partition(":")[0] for name in names})
+        made_of = {
+            "target": dataclasses.asdict(profile.target),
+            "drafter": dataclasses.asdict(self.shape)
+            | {"chunk_slots": profile.drafter.chunk_slots, "recompute": profile.drafter.recompute},
+            "loss": {"kind": self.rule.kind, "labels": self.rule.labels},
+            "capture": {"mode": profile.capture.mode},
+            "placement": {"targets": kinds(profile.placement.targets), "drafters": kinds(profile.placement.drafters)},
+        }
+        return json.loads(json.dumps(made_of))  # as a file gives it back: lists for tuples
+
+    @property
     def taps_size(self) -> int:
         return (len(self.shape.target_layer_ids) + (self.rule.labels != "data")) * self.shape.hidden_size
 

@@ -80,9 +80,7 @@ class Run:
         )
         writer.is_good = self.is_good
         optim = self.profile.optim
-        self.health = Health(
-            optim.max_skipped, optim.on_not_finite, skipped, engine.rows_of, lambda: writer.last_written, self.say
-        )
+        self.health = Health(optim.max_skipped, optim.on_not_finite, skipped, engine.rows_of, writer.written, self.say)
         self.equality, self.pace = EqualityCheck(engine.rig.drafters), Pace()
         self.pauses: list[float] = []  # ms
         self.evaluation_seconds = 0.0

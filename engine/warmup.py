@@ -97,6 +97,7 @@ def warm_up(
     seconds = {"tuning": tuning_seconds, **phases.seconds}
     return {
         "mode": section.mode,
+        "made_of": engine.plan.graphs_made_of,
         "graphs": graphs,
         "lanes": lane_rows(lanes, graphs),
         "devices": [device_row(d, graphs, before[str(d)], persistent[d]) for d in engine.devices],

@@ -8,8 +8,9 @@ from draftgraph.capture.verify import compare, eager_references
 from draftgraph.engine.build import build
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.plan import make_plan
+from draftgraph.engine.predict.cards import CARDS
 from draftgraph.engine.predict.memory import device_bytes
-from draftgraph.engine.predict.summary import summary as plan_summary
+from draftgraph.engine.predict.recompute import estimate
 
 ON_GPU = {
     "placement": {"targets": ["cuda:0"], "drafters": ["cuda:0"]},
@@ -52,15 +53,27 @@ def test_a_step_that_recomputes_has_the_same_bits_and_keeps_less(tmp_path):
 
 def test_the_plan_says_what_recomputing_saves_and_costs():
     plan = make_plan(load_profile("qwen3.6-27b-1gpu"))
-    told = plan_summary(plan)["recompute"]
+    h200 = CARDS["h200"]
+    told = estimate(plan, h200)
     again = make_plan(load_profile("qwen3.6-27b-1gpu", ["drafter.recompute=true"]))
     pools = [next(v["pool"] for k, v in device_bytes(p).items() if k.startswith("drafter")) for p in (plan, again)]
     assert told["saves_bytes"] == pools[0] - pools[1] > 8 * 2**30
     # One more forward of 1.6 G parameters over 16,384 draft tokens, and of k and v over 8192 context tokens.
     assert told["bucket"] == "r2-s4096-a512"
-    assert told["costs_ms"] == pytest.approx(2 * (1.6e9 * 16384 + 52e6 * 8192) / 700e9, rel=0.02)
+    more_flops = 2 * (1.6e9 * 16384 + 52e6 * 8192)
+    assert told["costs_ms"] == pytest.approx(1e3 * more_flops / h200.flops(), rel=0.02)
     assert 0.05 < told["costs_flop_share"] < 0.1 and not told["on"]
-    assert plan_summary(again)["recompute"]["on"] and plan.identity == again.identity
+    assert estimate(again, h200)["on"] and plan.identity == again.identity
+    # A micro-step that has a quarter of an extraction is smaller: the same cost is a larger share of it.
+    reused = make_plan(load_profile("qwen3.6-27b-1gpu", ["drafter.reuse=4"]))
+    shares = [estimate(p, h200)["costs_flop_share"] for p in (plan, reused)]
+    (bucket,) = (b for b in plan.buckets if b.name == told["bucket"])
+    whole = told["costs_ms"] * h200.flops() / 1e3 / shares[0]
+    less = 0.75 * bucket.rows * plan.flops.target(bucket.context)
+    assert shares[1] / shares[0] == pytest.approx(whole / (whole - less))
+    b200 = estimate(plan, CARDS["b200"])
+    assert b200["costs_ms"] / told["costs_ms"] == pytest.approx(h200.bf16_tflops / CARDS["b200"].bf16_tflops)
+    assert estimate(plan, None)["costs_ms"] is estimate(plan, None)["at_tflops"] is None
 
 
 @pytest.mark.gpu

@@ -29,15 +29,16 @@ def figures(step, loss=3.0, skipped=0):
     return StepFigures(step, loss, None, [], None, None, 0.0, skipped)
 
 
-def watch(max_skipped=3, skipped=0, last=4, on_not_finite="stop"):
+def watch(max_skipped=3, skipped=0, checkpoints=(1, 2), on_not_finite="stop"):
     said = []
-    return Health(max_skipped, on_not_finite, skipped, lambda step: f"rows of {step}", lambda: last, said.append), said
+    rows_of = "rows of {}".format
+    return Health(max_skipped, on_not_finite, skipped, rows_of, lambda: checkpoints, said.append), said
 
 
 def test_skipped_updates_in_a_row_end_the_run_and_a_good_one_starts_the_count_again():
     health, said = watch()
     health.look(figures(step, skipped=count) for step, count in enumerate([0, 1, 2, 2, 3, 4]))
-    with pytest.raises(RunError, match=r"of 3 steps in a row, up to step 6, .*rows of 6.* from step 4 with"):
+    with pytest.raises(RunError, match=r"of 3 steps in a row, up to step 6, .*rows of 6.*: go on from step 2 with"):
         health.look([figures(6, skipped=5)])
     assert len(said) == 1 and said[0].startswith("step 1: its update was skipped")
     never, _ = watch(max_skipped=0)
@@ -81,7 +82,7 @@ def test_the_rows_that_are_named_are_the_shards_rows_of_that_step(tmp_path, reus
     engine.close()
 
 
-def test_a_run_gives_up_without_writing_and_names_the_last_checkpoint(tmp_path, capsys):
+def test_a_run_gives_up_without_writing(tmp_path, capsys):
     # The first steps are fine; the rate then rises until the weights overflow and every gradient is not finite.
     profile = tiny_profile(
         tmp_path,
@@ -89,12 +90,13 @@ def test_a_run_gives_up_without_writing_and_names_the_last_checkpoint(tmp_path, 
         optim={"lr": 1e37, "warmup": 1.0, "max_skipped": 4, "clip": 1e30},
         checkpoint={"every": 1, "keep": 40},
     )
-    with pytest.raises(RunError, match=r"of 4 steps in a row, up to step \d+, .*from step (\d+) with --resume"):
+    with pytest.raises(RunError, match=r"of 4 steps in a row, up to step \d+, ") as stopped:
         train(profile, tmp_path / "run", False, Console(stderr=True, width=400))
     assert "its update was skipped" in capsys.readouterr().err
     steps = [checkpoint.step_of(path) for path in checkpoint.found(tmp_path / "run" / "checkpoints")]
     logged = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert steps == list(range(1, logged - 2))  # of the skipped ones, the first alone
+    assert steps == list(range(1, logged - 3))  # of the skipped ones, none
+    assert "no checkpoint is old enough" in str(stopped.value)  # the first update made the second overflow
     checkpoint.newest(tmp_path / "run" / "checkpoints")
 
 
@@ -107,10 +109,26 @@ def test_kept_on_the_count_begins_again_and_the_line_is_told_each_time():
     assert said[1].endswith("optim.on_not_finite = 'keep': the run goes on")
 
 
-def test_while_updates_are_skipped_only_the_first_is_worth_a_checkpoint():
+@pytest.mark.parametrize(
+    ("checkpoints", "advice"),
+    [
+        ((3, 5), "go on from step 5 with --resume --set optim.lr=LOWER"),
+        ((5, 6, 7), "remove step-000006, step-000007 from checkpoints/, then go on from step 5 with --resume"),
+        ((6, 7), "no checkpoint is old enough to go on from: start anew"),
+        ((), "no checkpoint is old enough to go on from: start anew"),
+    ],
+)
+def test_a_run_that_gives_up_names_a_checkpoint_with_a_good_update_behind_it(checkpoints, advice):
+    health, _ = watch(checkpoints=checkpoints)
+    with pytest.raises(RunError) as stopped:
+        health.look(figures(step, skipped=max(0, step - 6)) for step in range(1, 10))  # from step 7 on
+    assert f"Nothing was written since: {advice}" in str(stopped.value)
+
+
+def test_while_updates_are_skipped_none_is_worth_a_checkpoint():
     health, _ = watch(max_skipped=0)
     health.look(figures(step, skipped=max(0, step - 4)) for step in range(1, 8))  # from step 5 on
-    assert [health.worth_keeping(step) for step in (4, 5, 6, 7)] == [True, True, False, False]
+    assert [health.worth_keeping(step) for step in (4, 5, 6, 7)] == [True, False, False, False]
     health.look([figures(8, skipped=3)])
     assert health.worth_keeping(8)
 
@@ -174,9 +192,18 @@ def test_a_run_that_no_lower_rate_helps_stops_and_one_with_nothing_to_go_back_to
     assert len(writers) == 7
     assert said.export_text().count("Rolled back to step-000005") == 6
     checkpoint.newest(tmp_path / "run" / "checkpoints")
+    writers.clear()  # what ended the run above may hold its last one until the next collection
     not_finite_from(monkeypatch, step=2, lowest_share=1.0)
     with pytest.raises(RunError, match="no checkpoint is old enough to go back to"):
         train(profile, tmp_path / "early", False, said)
+
+
+def test_a_run_that_stops_says_which_checkpoints_lead_back_into_the_trouble(tmp_path, monkeypatch):
+    optim = ROLLS_BACK | {"on_not_finite": "stop"}
+    profile = tiny_profile(tmp_path, run={"steps": 12}, optim=optim, checkpoint={"every": 1, "keep": 2})
+    not_finite_from(monkeypatch, step=7, lowest_share=0.0)
+    with pytest.raises(RunError, match=r"remove step-000006 from checkpoints/, then go on from step 5 with --resume"):
+        train(profile, tmp_path / "run", False, Console(quiet=True))
 
 
 def test_a_roll_back_needs_three_checkpoints(tmp_path):

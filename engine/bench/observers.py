@@ -116,7 +116,7 @@ def watched_steps(
     profile = plan.profile
     tally = Tally(plan.shape.block_size, folder / "metrics.jsonl", 0)
     watch = SteadyWatch(engine.devices if profile.capture.mode == "graph" else [])
-    health = Health(0, "keep", 0, engine.rows_of, lambda: -1, lambda line: None)
+    health = Health(0, "keep", 0, engine.rows_of, lambda: [], lambda line: None)
     with Observers(plan, engine.devices, folder, console, 0) as seen, seen.steady(0):
         watch.open(0)
         started, since = time.perf_counter(), time.thread_time()

@@ -4,17 +4,15 @@ Promises: every figure says which it is. An estimate is FLOPs and bytes at what 
 where a warm-up measured other buckets of the same step, it is scaled by what that showed.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.predict.cards import CARDS, DEFAULT, NETWORK_GB_S, REACHED_BYTES, Card, card_named, card_of
+from draftgraph.engine.predict.measured import Evidence, gpu_name, measured_ms
 from draftgraph.engine.predict.recompute import extra_flops
 
 # The optimizer kernel, per bf16 parameter: gradient read and zeroed, master and moments read and written.
@@ -66,23 +64,7 @@ class Costs:
         return bucket.rows * bucket.context * COLLATE_MS_PER_TOKEN
 
 
-def read_warmup(path: Path) -> dict[str, Any]:
-    """A warm-up's evidence.
-
-    Raises:
-        UsageError: there is none.
-    """
-    try:
-        evidence = json.loads(path.read_text())
-        evidence = evidence.get("warmup") or evidence  # a receipt holds one
-        return {"graphs": evidence["graphs"], "devices": evidence["devices"]}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"plan: cannot read {path} ({error}); `draftgraph warmup` writes a warmup.json to its run folder"
-        ) from error
-
-
-def costs(plan: Plan, evidence: Mapping[str, Any] | None, gpu: str | None) -> Costs | None:
+def costs(plan: Plan, evidence: Evidence | None, gpu: str | None) -> Costs | None:
     """What the plan's graphs take; None where nothing is known: on a CPU without a warm-up.
 
     Args:
@@ -93,8 +75,7 @@ def costs(plan: Plan, evidence: Mapping[str, Any] | None, gpu: str | None) -> Co
     """
     placement = plan.profile.placement
     on_cpu = all(name == "cpu" for name in placement.targets + placement.drafters)
-    measured = measured_ms(evidence)
-    found = card_named(evidence["devices"][0]["name"]) if evidence else None
+    measured, found = measured_ms(plan, evidence), card_named(gpu_name(evidence))
     if gpu:
         card = card_of(gpu)
         if found is None or card != found:
@@ -121,16 +102,6 @@ def costs(plan: Plan, evidence: Mapping[str, Any] | None, gpu: str | None) -> Co
     if target_ms is None or drafter_ms is None or optimizer_ms is None:
         return None
     return Costs(plan, card, target_ms, drafter_ms, optimizer_ms, frozenset(measured))
-
-
-def measured_ms(evidence: Mapping[str, Any] | None) -> dict[str, float]:
-    """Per step and bucket, the median over lanes of its replay, or of its eager run where it is not captured."""
-    times: dict[str, list[float]] = {}
-    for row in evidence["graphs"] if evidence else []:
-        ms = row["replay_ms"] if row["replay_ms"] is not None else row["eager_ms"]
-        if ms is not None:
-            times.setdefault(f"{row['step']} {row['bucket']}".strip(), []).append(ms)
-    return {name: median(values) for name, values in times.items()}
 
 
 def per_bucket(

@@ -1,6 +1,7 @@
 """Activations of the drafter: what its backward keeps, and what recomputing layers saves and costs.
 
-Promises: counted from shapes, as everything in a plan. The milliseconds are at a rate that is named, not measured.
+Promises: counted from shapes, as everything in a plan. The milliseconds are at what steps reach of a card's data sheet,
+as all estimates of a plan, not measured.
 """
 
 from typing import Any
@@ -8,9 +9,7 @@ from typing import Any
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.models.drafter import DrafterShape
 from draftgraph.engine.plan import Plan
-
-# What GEMMs of 27B shapes reach on an H200 in bfloat16, in TFLOP/s.
-RATE_TFLOPS = 700.0
+from draftgraph.engine.predict.cards import Card
 
 
 def kept_bytes(shape: DrafterShape, draft_tokens: int, element_size: int, recompute: bool) -> int:
@@ -32,19 +31,25 @@ def extra_flops(plan: Plan, bucket: Bucket) -> float:
     return 2.0 * (plan.flops.block_parameters * tokens + context * bucket.rows * bucket.context)
 
 
-def estimate(plan: Plan) -> dict[str, Any]:
-    """What `drafter.recompute` saves and costs in the largest micro-step, whether it is on or not."""
+def estimate(plan: Plan, card: Card | None) -> dict[str, Any]:
+    """What `drafter.recompute` saves and costs in the largest micro-step, whether it is on or not.
+
+    Args:
+        card: None: where no rate is known, the milliseconds are None.
+    """
     shape, size = plan.shape, 2 if plan.profile.target.dtype == "bfloat16" else 4
     largest = max(plan.buckets, key=lambda bucket: (bucket.rows * bucket.anchors, bucket.rows * bucket.context))
     tokens = largest.rows * largest.anchors * shape.block_size
     kept = [kept_bytes(shape, tokens, size, recompute) for recompute in (False, True)]
     flops = extra_flops(plan, largest)
-    micro_step = largest.rows * plan.flops.row(largest.context, largest.anchors)
+    # Of an extraction, its share: it feeds `reuse` micro-steps.
+    extraction = plan.flops.target(largest.context) / plan.flops.reuse
+    micro_step = largest.rows * (extraction + plan.flops.drafter(largest.context, largest.anchors))
     return {
         "on": plan.profile.drafter.recompute,
         "bucket": largest.name,
         "saves_bytes": kept[0] - kept[1],
         "costs_flop_share": flops / micro_step,
-        "costs_ms": flops / RATE_TFLOPS / 1e9,
-        "at_tflops": RATE_TFLOPS,
+        "costs_ms": 1e3 * flops / card.flops() if card else None,
+        "at_tflops": card.flops() / 1e12 if card else None,
     }

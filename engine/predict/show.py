@@ -18,12 +18,14 @@ def show_plan(console: Console, values: Row) -> None:
     if times:
         where = f"on {values['gpu']}" if values["gpu"] != "cpu" else "on this CPU"
         console.print(f"Milliseconds {where}; ~ is estimated from FLOPs and bytes, without it a warm-up measured.\n")
+    for note in values["notes"]:
+        console.print(f"{note}\n", markup=False)
     console.print(columns_table("Predicted memory; the pool is an estimate", memory_rows(values)))
     switch = values["recompute"]
+    at_rate = f" ({switch['costs_ms']:.2f} ms at {switch['at_tflops']:.0f} TFLOP/s)" if switch["at_tflops"] else ""
     console.print(
         f"drafter.recompute is {'on' if switch['on'] else 'off'}: on, a micro-step of {switch['bucket']} keeps "
-        f"{bytes_text(switch['saves_bytes'])} less and takes about {switch['costs_ms']:.2f} ms more "
-        f"({switch['costs_flop_share']:.1%} of its FLOPs) where products reach {switch['at_tflops']:.0f} TFLOP/s.\n"
+        f"{bytes_text(switch['saves_bytes'])} less and takes {switch['costs_flop_share']:.1%} more FLOPs{at_rate}.\n"
     )
     if not times:
         console.print("No prediction of time: this is a CPU without a warm-up; name a --gpu or a --warmup.")

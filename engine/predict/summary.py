@@ -1,6 +1,5 @@
 """The summary of `draftgraph plan`: what is known of a run before a device is touched."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from draftgraph.engine.plan import Plan
 from draftgraph.engine.predict.arrange import COUNTS, Arrangement, arrangements, reuses
 from draftgraph.engine.predict.cards import RESERVED_BYTES
 from draftgraph.engine.predict.costs import Costs, costs
+from draftgraph.engine.predict.measured import Evidence, notes
 from draftgraph.engine.predict.memory import device_bytes, per_device
 from draftgraph.engine.predict.recompute import estimate
 from draftgraph.engine.predict.simulate import Outcome, simulate
@@ -20,10 +20,10 @@ SHOWN_STEPS = 2  # in the picture
 
 
 def summary(
-    plan: Plan, evidence: Mapping[str, Any] | None = None, gpu: str | None = None, picture: Path | None = None
+    plan: Plan, evidence: Evidence | None = None, gpu: str | None = None, picture: Path | None = None
 ) -> dict[str, Any]:
     """Args:
-    evidence: a warm-up's, whose milliseconds replace estimates.
+    evidence: a warm-up's, whose milliseconds replace estimates where it was of the same graphs.
     gpu: a card of the table.
     picture: where the timeline of the simulated schedule is drawn, as SVG.
     """
@@ -33,7 +33,7 @@ def summary(
     held = np.array([b.anchors for b in plan.buckets])[plan.assignment]
     target = plan.flops.target(contexts).sum() / len(placement.targets)
     drafter = plan.flops.reuse * plan.flops.drafter(contexts, held).sum() / len(placement.drafters)
-    roles = device_bytes(plan)
+    roles, known = device_bytes(plan), costs(plan, evidence, gpu)
     values = {
         "buckets": [{"rows": b.rows, "context": b.context, "anchors": b.anchors} for b in plan.buckets],
         "rows_per_bucket": np.bincount(plan.assignment, minlength=len(plan.buckets)).tolist(),
@@ -44,14 +44,14 @@ def summary(
         "row_efficiency": plan.schedule.row_efficiency,
         "target_flop_share": float(target / (target + drafter)),
         "device_bytes": roles,
-        "recompute": estimate(plan),
+        "recompute": estimate(plan, known.card if known else None),
         "split": {"targets": len(placement.targets), "drafters": len(placement.drafters)},
         "bound_by": "target" if target > drafter else "drafter",
         "gpu": None,
         "step_ms": None,
         "tokens_per_s": None,
+        "notes": notes(plan, evidence),
     }
-    known = costs(plan, evidence, gpu)
     if known is None:
         return values
     outcome = simulate(known)

@@ -30,7 +30,7 @@ class Health:
     on_not_finite: stop, keep, roll-back.
     skipped: how many were skipped before this process's first step.
     rows_of: the rows of a step, as a person finds them again.
-    last_checkpoint: its step; below 0 where there is none.
+    checkpoints: the steps of those on the disk.
     say: receives one line per event, at most one in RECENT steps.
     """
 
@@ -40,11 +40,11 @@ class Health:
         on_not_finite: str,
         skipped: int,
         rows_of: Callable[[int], str],
-        last_checkpoint: Callable[[], int],
+        checkpoints: Callable[[], Iterable[int]],
         say: Callable[[str], None],
     ):
         self.max_skipped, self.on_not_finite, self.skipped = max_skipped, on_not_finite, skipped
-        self.rows_of, self.last_checkpoint, self.say = rows_of, last_checkpoint, say
+        self.rows_of, self.checkpoints, self.say = rows_of, checkpoints, say
         self.losses: deque[float] = deque(maxlen=RECENT)
         self.in_a_row, self.told = 0, -RECENT
         self.first_skipped: int | None = None  # the step at which those in a row began
@@ -78,7 +78,7 @@ class Health:
 
     def worth_keeping(self, step: int) -> bool:
         """Whether a checkpoint of `step` is: while updates are skipped, new ones would push the good ones out."""
-        return self.first_skipped is None or step <= self.first_skipped
+        return self.first_skipped is None or step < self.first_skipped
 
     def too_many(self, step: int) -> None:
         assert self.first_skipped is not None
@@ -89,11 +89,20 @@ class Health:
         if self.on_not_finite == "roll-back":
             raise Diverged(self.first_skipped, told)
         if self.on_not_finite == "stop":
-            last = self.last_checkpoint()
-            again = f"go on from step {last} with --resume --set optim.lr=LOWER" if last >= 0 else "lower optim.lr"
             raise RunError(
-                f"{told} Nothing was written since: {again}, or look at the data; optim.max_skipped says when to give "
-                "up, optim.on_not_finite what to do then"
+                f"{told} Nothing was written since: {self.way_back()}, or look at the data; optim.max_skipped says "
+                "when to give up, optim.on_not_finite what to do then"
             )
         self.say(f"{told} optim.on_not_finite = 'keep': the run goes on")
         self.in_a_row = 0
+
+    def way_back(self) -> str:
+        """From where a lower rate changes the weights that led here: a good update follows, as for a roll-back."""
+        assert self.first_skipped is not None
+        steps = sorted(self.checkpoints())
+        good = [step for step in steps if step < self.first_skipped - 1]
+        if not good:
+            return "no checkpoint is old enough to go on from: start anew in another --run folder with a lower optim.lr"
+        late = ", ".join(f"step-{step:06d}" for step in steps[len(good) :])
+        first = f"remove {late} from checkpoints/, then " if late else ""
+        return f"{first}go on from step {good[-1]} with --resume --set optim.lr=LOWER"

@@ -148,6 +148,12 @@ class CheckpointWriter:
             error, self.error = self.error, None
             raise error
 
+    def written(self) -> list[int]:
+        """The steps of all checkpoints, oldest first, with the one that the thread is writing."""
+        if self.thread is not None:
+            self.thread.join()
+        return [checkpoint.step_of(path) for path in checkpoint.found(self.folder)]
+
     def write(self, position: Mapping[str, int]) -> None:
         """The thread."""
         try:
@@ -191,7 +197,7 @@ class NoWriter(CheckpointWriter):
     """On hosts that write no checkpoints: they go on at once. Owns nothing."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.last_written = arguments[-1]
+        self.folder, self.last_written, self.thread = arguments[0], arguments[-1], None
 
     def save(self, step: int, micro_step: int, last: bool, best_step: int = 0) -> Sequence[Event]:
         return []
