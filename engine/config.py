@@ -7,6 +7,7 @@ change; `to_toml(profile)` read again gives the same profile. 0 and "" mean: tak
 import dataclasses
 import difflib
 import math
+import re
 import tomllib
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
@@ -153,6 +154,7 @@ class Profile:
 
 LARGEST = 2**31
 MOST_BUCKETS = 64
+DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]{0,2}))?")
 
 # Ops that have several implementations, as their kernels show (capture/families.py).
 OPS = {
@@ -214,9 +216,23 @@ def from_values(values: dict[str, Any]) -> Profile:
         for key in keys:
             refuse_unknown(key, list(fields), f"key of [{name}]")
         built[name] = sections[name](**{k: typed(f"{name}.{k}", v, fields[k]) for k, v in keys.items()})  # type: ignore[operator]
+    if placement := built.get("placement"):
+        names = {key: [whole_name(name) for name in getattr(placement, key)] for key in ("targets", "drafters")}
+        built["placement"] = dataclasses.replace(placement, **names)
     profile = Profile(**built)
     check(profile)
     return profile
+
+
+def whole_name(device: str) -> str:
+    """A device of the placement by the one name that everything here knows it by: cpu or cuda:N.
+
+    Raises:
+        UsageError: it is neither of them, nor `cuda`, the first.
+    """
+    if not DEVICE.fullmatch(device):
+        raise UsageError(f"profile: placement names the device {device!r}; write cpu or cuda:N")
+    return "cuda:0" if device == "cuda" else device
 
 
 def refuse_unknown(name: str, known: list[str], kind: str) -> None:

@@ -28,7 +28,6 @@ def show_plan(console: Console, values: Row) -> None:
         f"{bytes_text(switch['saves_bytes'])} less and takes {switch['costs_flop_share']:.1%} more FLOPs{at_rate}.\n"
     )
     if not times:
-        console.print("No prediction of time: this is a CPU without a warm-up; name a --gpu or a --warmup.")
         return
     if values["fits"] is False:
         console.print(f"[bold red]More than {bytes_text(values['memory_limit_bytes'])} of one {values['gpu']}.[/]")
