@@ -7,7 +7,6 @@ change; `to_toml(profile)` read again gives the same profile. 0 and "" mean: tak
 import dataclasses
 import difflib
 import math
-import re
 import tomllib
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
@@ -15,6 +14,7 @@ from typing import Any, get_args, get_origin
 import tomli_w
 
 from draftgraph.engine.data.anchors import RULES
+from draftgraph.engine.devices import whole_name
 from draftgraph.engine.errors import UsageError
 from draftgraph.profiles.load import ProfileNotFound, read_profile, set_key
 
@@ -154,7 +154,6 @@ class Profile:
 
 LARGEST = 2**31
 MOST_BUCKETS = 64
-DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]{0,2}))?")
 
 # Ops that have several implementations, as their kernels show (capture/families.py).
 OPS = {
@@ -222,17 +221,6 @@ def from_values(values: dict[str, Any]) -> Profile:
     profile = Profile(**built)
     check(profile)
     return profile
-
-
-def whole_name(device: str) -> str:
-    """A device of the placement by the one name that everything here knows it by: cpu or cuda:N.
-
-    Raises:
-        UsageError: it is neither of them, nor `cuda`, the first.
-    """
-    if not DEVICE.fullmatch(device):
-        raise UsageError(f"profile: placement names the device {device!r}; write cpu or cuda:N")
-    return "cuda:0" if device == "cuda" else device
 
 
 def refuse_unknown(name: str, known: list[str], kind: str) -> None:

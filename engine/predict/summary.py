@@ -111,6 +111,7 @@ def as_row(found: Arrangement) -> dict[str, Any]:
         "busy_max": max(outcome.busy.values()),
         "bound_by": outcome.bound_by,
         "micro_steps": outcome.accumulate,
+        "micro_step_ms": outcome.step_ms / outcome.accumulate,
         "most_bytes": found.most_bytes,
         "fits": found.fits,
     }
