@@ -39,17 +39,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(name: str) -> torch.device:
-    """`cpu`, `cuda` or `cuda:N`, checked against the machine.
+    """`cpu` or `cuda:N`, checked against the machine.
 
     Raises:
         UsageError: no such device here.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"profile: placement names the device {name!r}; write cpu or cuda:N") from error
+    device = torch.device(name)
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
         found = torch.cuda.device_count()
         if device.index >= found:
             raise UsageError(
@@ -57,8 +53,6 @@ def resolve_device(name: str) -> torch.device:
                 "use a CPU profile (smollm2-cpu), or, for a small target, --set 'placement.targets=[\"cpu\"]' "
                 "'placement.drafters=[\"cpu\"]' capture.mode=eager"
             )
-    elif device.type != "cpu":
-        raise UsageError(f"profile: placement names the device {name!r}; write cpu or cuda:N")
     return device
 
 

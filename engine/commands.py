@@ -70,7 +70,7 @@ def plan(args: argparse.Namespace, console: Console) -> Summary:
     evidence = read_warmup(found) if args.warmup or found.is_file() else None
     values = summary(made, evidence, args.gpu, Path(args.timeline) if args.timeline else None)
     if args.timeline and values["step_ms"] is None:
-        raise UsageError("plan: --timeline needs times: name a --gpu, or a --warmup that was measured on this CPU")
+        raise UsageError(f"plan: --timeline needs times. {' '.join(values['notes'])}")
     if args.picture:
         title = f"{len(made.lengths):,} rows, {values['padding_efficiency']:.3f} of the padded tokens are real"
         if not draw_buckets(made.lengths.tolist(), made.buckets, title, Path(args.picture)):

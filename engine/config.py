@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 import tomli_w
 
 from draftgraph.engine.data.anchors import RULES
+from draftgraph.engine.devices import whole_name
 from draftgraph.engine.errors import UsageError
 from draftgraph.profiles.load import ProfileNotFound, read_profile, set_key
 
@@ -214,6 +215,9 @@ def from_values(values: dict[str, Any]) -> Profile:
         for key in keys:
             refuse_unknown(key, list(fields), f"key of [{name}]")
         built[name] = sections[name](**{k: typed(f"{name}.{k}", v, fields[k]) for k, v in keys.items()})  # type: ignore[operator]
+    if placement := built.get("placement"):
+        names = {key: [whole_name(name) for name in getattr(placement, key)] for key in ("targets", "drafters")}
+        built["placement"] = dataclasses.replace(placement, **names)
     profile = Profile(**built)
     check(profile)
     return profile

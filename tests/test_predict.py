@@ -230,6 +230,9 @@ def test_the_profile_of_eight_gpus_is_planned_with_a_picture(tmp_path, capsys):
     assert summary["recompute"]["at_tflops"] == CARDS["h200"].flops() / 1e12
     assert [row["devices"] for row in summary["best"]] == [2, 4, 8, 16, 64]
     assert [row["reuse"] for row in summary["reuse"]] == [1, 2, 4]
+    # Tokens/s count an extraction once: it is the milliseconds of a micro-step that compare reuses.
+    assert summary["reuse"][0]["micro_step_ms"] > summary["reuse"][1]["micro_step_ms"]
+    assert summary["reuse"][0]["tokens_per_s"] > summary["reuse"][1]["tokens_per_s"]
     texts = {node.text for node in ET.parse(picture).iter("{http://www.w3.org/2000/svg}text")}
     assert {f"target {t}" for t in range(5)} | {f"drafter {d}" for d in range(3)} <= texts
 
@@ -239,7 +242,8 @@ def test_a_cpu_without_a_warm_up_predicts_no_time(tmp_path, capsys):
     assert costs(make_plan(profile), None, None) is None
     (tmp_path / "cpu.toml").write_text(to_toml(profile))
     assert main(["plan", str(tmp_path / "cpu.toml"), "--timeline", str(tmp_path / "plan.svg")]) == 2
-    assert "--timeline needs times" in capsys.readouterr().err
+    error = " ".join(capsys.readouterr().err.split())
+    assert "--timeline needs times" in error and "capture.warmup_rounds = 2 or more" in error and "a --gpu." in error
     (tmp_path / "torn.json").write_text("{}")
     assert main(["plan", str(tmp_path / "cpu.toml"), "--warmup", str(tmp_path / "torn.json")]) == 2
     assert "cannot read" in capsys.readouterr().err

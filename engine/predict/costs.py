@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from draftgraph.engine.config import PlacementSection
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.errors import UsageError
 from draftgraph.engine.plan import Plan
@@ -27,7 +28,7 @@ class Costs:
     """Of one plan on one kind of device."""
 
     plan: Plan
-    card: Card | None  # None: CPU cores, where copies are taken for free
+    card: Card | None  # None: CPU cores, or a GPU that the table lacks, where copies are taken for free
     target_ms: Mapping[Bucket, float]
     drafter_ms: Mapping[Bucket, float]
     optimizer_ms: float  # of all parameters on one device
@@ -65,7 +66,7 @@ class Costs:
 
 
 def costs(plan: Plan, evidence: Evidence | None, gpu: str | None) -> Costs | None:
-    """What the plan's graphs take; None where nothing is known: on a CPU without a warm-up.
+    """What the plan's graphs take; None where that is not known: on a CPU without a warm-up.
 
     Args:
         evidence: the content of a warmup.json.
@@ -74,13 +75,13 @@ def costs(plan: Plan, evidence: Evidence | None, gpu: str | None) -> Costs | Non
         UsageError: the card is not in the table, or has no products in FP8 for a target that is.
     """
     placement = plan.profile.placement
-    on_cpu = all(name == "cpu" for name in placement.targets + placement.drafters)
+    on_cpu = set(placement.targets + placement.drafters) == {"cpu"}
     measured, found = measured_ms(plan, evidence), card_named(gpu_name(evidence))
     if gpu:
         card = card_of(gpu)
         if found is None or card != found:
             measured = {}  # of another card
-    elif found is None and (on_cpu or measured):
+    elif on_cpu or (measured and found is None):
         card = None
     else:
         card = found or CARDS[DEFAULT]
@@ -91,8 +92,13 @@ def costs(plan: Plan, evidence: Evidence | None, gpu: str | None) -> Costs | Non
     drafter = {b.name: float(b.rows * plan.flops.drafter(b.context, b.anchors)) for b in plan.buckets}
     if plan.profile.drafter.recompute:
         drafter = {b.name: drafter[b.name] + extra_flops(plan, b) for b in plan.buckets}
-    target_ms = per_bucket(plan, "target", target, measured, card.flops(precision) if card else None)
-    drafter_ms = per_bucket(plan, "drafter", drafter, measured, card.flops() if card else None)
+
+    def rate(names: list[str], precision: str) -> float | None:
+        """FLOP/s of the card; beside GPUs, a CPU is not one."""
+        return None if card is None or (mixed(placement) and "cpu" in names) else card.flops(precision)
+
+    target_ms = per_bucket(plan, "target", target, measured, rate(placement.targets, precision))
+    drafter_ms = per_bucket(plan, "drafter", drafter, measured, rate(placement.drafters, "own"))
     optimizer_ms = measured.get("optimizer")
     if optimizer_ms is not None and evidence:
         # Of several drafters each updates its slice.
@@ -102,6 +108,20 @@ def costs(plan: Plan, evidence: Evidence | None, gpu: str | None) -> Costs | Non
     if target_ms is None or drafter_ms is None or optimizer_ms is None:
         return None
     return Costs(plan, card, target_ms, drafter_ms, optimizer_ms, frozenset(measured))
+
+
+def mixed(placement: PlacementSection) -> bool:
+    """Whether some targets or drafters are on GPUs and others on the CPU."""
+    devices = {*placement.targets, *placement.drafters}
+    return "cpu" in devices and len(devices) > 1
+
+
+def why_unknown(placement: PlacementSection) -> str:
+    """What to do where there are no costs."""
+    return (
+        "No prediction of time: what a CPU takes is measured, never estimated. Name a --warmup of this placement, with "
+        "capture.warmup_rounds = 2 or more (the first round is not timed)"
+    ) + ("." if mixed(placement) else ", or a --gpu.")
 
 
 def per_bucket(

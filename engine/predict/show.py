@@ -28,7 +28,6 @@ def show_plan(console: Console, values: Row) -> None:
         f"{bytes_text(switch['saves_bytes'])} less and takes {switch['costs_flop_share']:.1%} more FLOPs{at_rate}.\n"
     )
     if not times:
-        console.print("No prediction of time: this is a CPU without a warm-up; name a --gpu or a --warmup.")
         return
     if values["fits"] is False:
         console.print(f"[bold red]More than {bytes_text(values['memory_limit_bytes'])} of one {values['gpu']}.[/]")
@@ -41,11 +40,12 @@ def show_plan(console: Console, values: Row) -> None:
     for title, name in (
         (f"All uses of {used(values)} devices", "arrangements"),
         ("The best use of more and fewer devices", "best"),
-        ("drafter.reuse: one extraction feeds so many micro-steps", "reuse"),
+        ("drafter.reuse: one extraction feeds so many micro-steps, tokens/s count it once", "reuse"),
     ):
         shown = [row for row in values[name] if name != "arrangements" or row["devices"] == used(values)]
         if shown:
-            console.print(columns_table(title, [arrangement_row(row) for row in shown]))
+            per = "micro-step" if name == "reuse" else "device"
+            console.print(columns_table(title, [arrangement_row(row, per) for row in shown]))
 
 
 def used(values: Row) -> int:
@@ -81,14 +81,17 @@ def lane_row(lane: str, shares: dict[str, float]) -> dict[str, str]:
     return {"lane": lane, "work": f"{shares['work']:.0%}"} | {f"waits: {r}": f"{shares[r]:.0%}" for r in REASONS}
 
 
-def arrangement_row(row: Row) -> dict[str, str]:
+def arrangement_row(row: Row, per: str) -> dict[str, str]:
+    """A line of a table that compares by tokens/s per device, or by milliseconds per micro-step."""
     fits = {True: "", False: "no", None: "-"}[row["fits"]]
     return {
         "devices": str(row["devices"]),
         "targets:drafters": row["arrangement"],
         "reuse": str(row["reuse"]),
         "tokens/s": f"{row['tokens_per_s']:,.0f}",
-        "per device": f"{row['tokens_per_s_and_device']:,.0f}",
+        f"per {per}": f"{row['tokens_per_s_and_device']:,.0f}"
+        if per == "device"
+        else f"{row['micro_step_ms']:,.1f} ms",
         "busy": f"{row['busy_min']:.0%}-{row['busy_max']:.0%}",
         "bound by": row["bound_by"],
         "micro-steps": str(row["micro_steps"]),

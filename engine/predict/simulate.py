@@ -237,15 +237,11 @@ def in_proportion(schedule: Schedule, num_batches: int) -> Iterator[MicroBatch]:
             yield MicroBatch(number * side_by_side + member, bucket, nothing, 0)
 
 
-def whole_name(device: str) -> str:
-    return "cuda:0" if device == "cuda" else device
-
-
 def simulated_rig(
     costs: Costs, placement: PlacementSection, hosts: int, clock: Clock
 ) -> tuple[Rig, list[SimulatedDevice]]:
     """A rig whose lanes only take time, and its devices."""
-    names = dict.fromkeys(map(whole_name, placement.targets + placement.drafters))
+    names = dict.fromkeys(placement.targets + placement.drafters)
     devices = {name: SimulatedDevice(name, clock) for name in names}
     times: dict[tuple[str, str], float] = {
         **{("target", b.name): ms for b, ms in costs.target_ms.items()},
@@ -254,7 +250,7 @@ def simulated_rig(
     }
 
     def role(step: str, index: int, name: str) -> SimulatedRole:
-        device = devices[whole_name(name)]
+        device = devices[name]
         lane = SimulatedLane(f"{step} {index}", device, lambda step, bucket: times[step, bucket], name == "cpu")
         return SimulatedRole(lane, SimulatedBatch(device, costs), step)
 

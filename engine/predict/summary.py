@@ -9,8 +9,8 @@ from draftgraph.engine.data.buckets import efficiency
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.predict.arrange import COUNTS, Arrangement, arrangements, reuses
 from draftgraph.engine.predict.cards import RESERVED_BYTES
-from draftgraph.engine.predict.costs import Costs, costs
-from draftgraph.engine.predict.measured import Evidence, notes
+from draftgraph.engine.predict.costs import Costs, costs, mixed, why_unknown
+from draftgraph.engine.predict.measured import Evidence, gpu_name, notes
 from draftgraph.engine.predict.memory import device_bytes, per_device
 from draftgraph.engine.predict.recompute import estimate
 from draftgraph.engine.predict.simulate import Outcome, simulate
@@ -53,13 +53,15 @@ def summary(
         "notes": notes(plan, evidence),
     }
     if known is None:
+        values["notes"].append(why_unknown(placement))
         return values
     outcome = simulate(known)
     if picture is not None:
         title = f"{outcome.step_ms:,.0f} ms a step, {outcome.tokens_per_s:,.0f} real tokens/s, predicted"
         draw_timeline(outcome.timeline, title, SHOWN_STEPS * outcome.step_ms, picture)
         values["timeline"] = str(picture)
-    return values | predicted(plan, known, outcome, per_device(roles))
+    found = predicted(plan, known, outcome, per_device(roles))
+    return values | {"gpu": known.card.name if known.card else gpu_name(evidence) or "cpu"} | found
 
 
 def predicted(plan: Plan, known: Costs, outcome: Outcome, bytes_per_device: dict[str, int]) -> dict[str, Any]:
@@ -77,10 +79,10 @@ def predicted(plan: Plan, known: Costs, outcome: Outcome, bytes_per_device: dict
         for bucket in plan.buckets
     ]
     optimizer = {"step": "optimizer", "bucket": "", "ms": known.optimizer_ms, "measured": "optimizer" in known.measured}
-    others = arrangements(known) if card else []
+    on_gpus = [num_bytes for device, num_bytes in bytes_per_device.items() if device != "cpu"]
+    others = arrangements(known) if card and not mixed(plan.profile.placement) else []
     best = [next(a for a in others if a.devices == count) for count in COUNTS] if others else []
     return {
-        "gpu": card.name if card else "cpu",
         "graphs": [*per_step, optimizer],
         "figures": "measured" if all(row["measured"] for row in per_step) else "estimated",
         "step_ms": outcome.step_ms,
@@ -90,7 +92,7 @@ def predicted(plan: Plan, known: Costs, outcome: Outcome, bytes_per_device: dict
         "data_wait_ms_per_step": outcome.data_wait_ms,
         "bound_by": outcome.bound_by,
         "memory_limit_bytes": limit,
-        "fits": max(bytes_per_device.values()) <= limit if limit else None,
+        "fits": max(on_gpus or bytes_per_device.values()) <= limit if limit else None,
         "arrangements": [as_row(a) for a in others],
         "best": [as_row(a) for a in best],
         "reuse": [as_row(a) for a in reuses(known)] if others else [],
@@ -109,6 +111,7 @@ def as_row(found: Arrangement) -> dict[str, Any]:
         "busy_max": max(outcome.busy.values()),
         "bound_by": outcome.bound_by,
         "micro_steps": outcome.accumulate,
+        "micro_step_ms": outcome.step_ms / outcome.accumulate,
         "most_bytes": found.most_bytes,
         "fits": found.fits,
     }
