@@ -1,6 +1,7 @@
 """What each command of the command line does: its arguments in, one call, its summary out."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.saved import EvalOptions, evaluate_saved, keep_evaluation, load_saved
     from draftgraph.engine.show import show_evaluation
 
-    if args.temperature < 0:
-        raise UsageError(f"--temperature is 0 (greedy) or more, found {args.temperature}")
+    if not 0 <= args.temperature < math.inf:
+        raise UsageError(f"--temperature takes a number from 0 (greedy), found {args.temperature}")
     if args.temperature and args.tree:
         raise UsageError("--tree decodes greedily; leave --temperature away")
     say = teller(console)

@@ -14,11 +14,13 @@ from rich.table import Table
 from draftgraph.engine.config import load_profile
 from draftgraph.engine.data.prepare import prepare
 from draftgraph.engine.data.template import Template
+from draftgraph.engine.errors import Interrupted
 from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.target import EMBEDDED, load_config, load_tokenizer
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.predict import summary as planning
 from draftgraph.engine.predict.show import show_plan
+from draftgraph.engine.progress import teller
 from draftgraph.engine.saved import EvalOptions, card_facts, evaluate_saved, keep_evaluation, load_saved
 from draftgraph.engine.train import train
 from draftgraph.profiles.load import DATA
@@ -49,7 +51,7 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
         console.rule(f"[bold]{number}/5 {title}[/] ({minutes}:{seconds:02d})", align="left")
 
     profile = load_profile(name, [f'data.shards="{shards}"'])
-    chapter(1, f"prepare {CONVERSATIONS.name} for SmolLM2-135M-Instruct")
+    chapter(1, f"prepare {CONVERSATIONS.name} for SmolLM2-135M-Instruct, in {folder}")
     prepare(
         [CONVERSATIONS],
         Template(load_tokenizer(EMBEDDED)),
@@ -66,13 +68,19 @@ def demo(wanted: Path, console: Console) -> dict[str, Any]:
     chapter(
         3, "train: warm up and " + ("capture CUDA graphs" if on_gpu else "run eagerly (no GPU)") + ", then the steps"
     )
-    trained = train(profile, folder, False, console)
+    try:
+        trained = train(profile, folder, False, console)
+    except Interrupted as stop:
+        raise Interrupted(
+            f"{stop}: draftgraph train {folder / 'profile.toml'} --run {folder} --resume; then draftgraph eval "
+            f"{folder} --untrained. Another demo starts anew, in a folder of its own"
+        ) from stop
     chapter(4, f"evaluate: {NUM_PROMPTS} HumanEval prompts, before and after training")
     saved = load_saved(folder)
     options = EvalOptions(num_prompts=NUM_PROMPTS, new_tokens=NEW_TOKENS, untrained=True)
     measured = evaluate_saved(saved, "", options, console)
     chapter(5, "export: for z-lab's code, SGLang and vLLM")
-    keep_evaluation(folder, saved, measured, console.print)
+    keep_evaluation(folder, saved, measured, teller(console))
     export_drafter(folder / "drafter", saved.drafter, load_config(EMBEDDED), card=card_facts(folder, saved, EMBEDDED))
     summary = {
         "profile": name,

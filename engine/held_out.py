@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftgraph.engine.data.prompts import load_prompts
-from draftgraph.engine.errors import DataError
+from draftgraph.engine.errors import DataError, UsageError
 from draftgraph.engine.evaluate import encode_prompt, stop_tokens
 from draftgraph.engine.models.cached_drafter import CachedDrafter
 from draftgraph.engine.models.cached_target import CachedTarget
@@ -87,7 +87,7 @@ def prompts_of(plan: Plan) -> list[Tensor]:
     """The prompts [S] of [eval]: of its file, or the beginnings of the data's first rows.
 
     Raises:
-        UsageError: the file cannot be read. DataError: it, or the data, holds none.
+        UsageError: the file cannot be read, or answers are too long. DataError: it, or the data, holds none.
     """
     section = plan.profile.eval
     if section.prompts:
@@ -95,7 +95,7 @@ def prompts_of(plan: Plan) -> list[Tensor]:
         if not path.is_file() and path.name == section.prompts and (DATA / path.name).is_file():
             path = DATA / path.name  # a bare name: a shipped file
         texts, tokenizer = load_prompts(str(path), section.count), load_tokenizer(plan.profile.target.model)
-        return [encode_prompt(tokenizer, text) for text in texts]
+        return fitting(plan, [encode_prompt(tokenizer, text) for text in texts])
     found: list[Tensor] = []
     for row in range(len(plan.rows)):
         ids, supervised = plan.rows[row]
@@ -106,4 +106,16 @@ def prompts_of(plan: Plan) -> list[Tensor]:
             break
     if not found:
         raise DataError("eval.prompts: no row of the data begins with tokens that are not supervised; name a file")
-    return found
+    return fitting(plan, found)
+
+
+def fitting(plan: Plan, prompts: list[Tensor]) -> list[Tensor]:
+    """The prompts, where the target has positions for their answers."""
+    longest, new_tokens = max(map(len, prompts)), plan.profile.eval.new_tokens
+    most = getattr(plan.target_config, "max_position_embeddings", None)
+    if most and longest + new_tokens > most:
+        raise UsageError(
+            f"profile: eval.new_tokens = {new_tokens} behind a prompt of {longest} tokens is more than the target's "
+            f"{most} positions; write {most - longest} or less, or shorter prompts"
+        )
+    return prompts

@@ -130,9 +130,11 @@ class Run:
                 while self.step < stretch_end and not heard:
                     self.next_step()
                 self.mark()
-            heard.checkpoint = False
+            asked, heard.checkpoint = heard.checkpoint, False
             ended = heard.stop or self.step == last_step
             self.checkpoint(last=ended)
+            if asked:
+                self.say(f"a checkpoint of step {self.step}, between the regular ones")
             self.tell()
         if self.broken and self.step < last_step:
             raise RunError(

@@ -75,7 +75,7 @@ def warm_up(
             else:
                 phases.enter("verification", "verify padding")
                 worst = check_padding(engine, section.verify_rounds)
-            phases.enter("capture", "capture")
+            phases.enter("capture", "capture" if captured else "eager steps")
             for lane in lanes:
                 lane.capture()
             if references is not None:

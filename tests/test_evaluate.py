@@ -183,5 +183,5 @@ def test_unknown_or_unreadable_sources_are_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot read"):
         load_prompts(str(tmp_path / "absent.txt"))
     (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(DataError, match="holds none"):
+    with pytest.raises(DataError, match="holds none; write one per line"):
         load_prompts(str(tmp_path / "empty.txt"))

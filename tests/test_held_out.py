@@ -107,6 +107,12 @@ def test_the_shipped_held_out_prompts_are_no_training_prompts():
     assert len(held_out) >= 8 and not asked & set(held_out)
 
 
+def test_answers_beyond_the_targets_positions_are_refused_before_it_is_loaded(tmp_path):
+    profile = tiny_profile(tmp_path, eval={**EVAL, "new_tokens": 10_000})
+    with pytest.raises(UsageError, match=r"eval.new_tokens = 10000 behind a prompt of \d+ tokens .* write \d+ or less"):
+        prompts_of(make_plan(profile))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_no_step_depends_on_what_ran_before_it_also_where_the_drafter_trains(tmp_path, family):
     engine = build(make_plan(tiny_profile(tmp_path, family, eval=EVAL)))

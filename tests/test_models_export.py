@@ -152,7 +152,7 @@ def test_an_export_replaces_an_earlier_one_and_leaves_nothing_beside_it(drafter,
 
 def test_a_folder_of_something_else_is_refused_and_kept(drafter, tmp_path):
     (tmp_path / "notes.txt").write_text("keep me")
-    with pytest.raises(UsageError, match="not an exported drafter"):
+    with pytest.raises(UsageError, match="holds more than an earlier export"):
         export_drafter(tmp_path, drafter, TARGET_CONFIG, card={})
     assert (tmp_path / "notes.txt").read_text() == "keep me"
 

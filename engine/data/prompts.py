@@ -83,7 +83,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[str]:
         raise UsageError(f"prompts: cannot read {path}: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
     if not numbered:
-        raise DataError(f"prompts: {path} holds none")
+        raise DataError(f"prompts: {path} holds none; write one per line")
     return [line if path.suffix == ".txt" else prompt_of(line, f"{path}:{number}") for number, line in numbered]
 
 

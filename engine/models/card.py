@@ -17,7 +17,9 @@ def model_card(shape: DrafterShape, facts: dict[str, Any], form: str) -> str:
     front = [f"base_model: {json.dumps(target)}"] if "base_model" in facts else []
     rows = [f"| {name} | {value} |" for name, value in facts.items() if value is not None]
     sliding = shape.layer_types.count("sliding_attention")
-    layers = f"{shape.num_layers} layers" + (f", {sliding} of them sliding" if sliding else "")
+    layers = f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)}" + (
+        f", {sliding} of them sliding" if sliding else ""
+    )
     return "\n".join(
         [
             "---",

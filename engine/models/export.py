@@ -60,9 +60,7 @@ def export_drafter(
     """
     folder = folder.resolve()
     if folder.exists() and not replaceable(folder):
-        raise UsageError(
-            f"export: {folder} exists and is not an exported drafter and nothing else. Name another --out, or empty it"
-        )
+        raise UsageError(f"export: {folder} holds more than an earlier export. Name another --out, or empty it")
     if form == "zlab" and drafter.shape.sliding_rule != "served":
         raise UsageError(
             f'export: the drafter was trained with drafter.sliding_rule = "{drafter.shape.sliding_rule}", and readers '

@@ -77,6 +77,8 @@ def read_shape(folder: Path) -> DrafterShape:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} is not an exported drafter: {error}. Expected {CONFIG} and {WEIGHTS}") from error
+    if isinstance(config, dict) and "speculators_model_type" in config:
+        raise DataError(f"{folder} is in the form of speculators; name an export of --format zlab")
     try:
         values = {**config, **config.get("dflash_config", {})}
         rope = config.get("rope_parameters") or {}

@@ -67,11 +67,13 @@ def ms_text(graph: Row) -> str:
 
 
 def memory_rows(values: Row) -> list[dict[str, str]]:
+    roles = values["device_bytes"]
+    parts = [part for part in PARTS if any(sizes.get(part) for sizes in roles.values())]
     return [
         {"role": role}
-        | {part: bytes_text(sizes[part]) if sizes.get(part) else "-" for part in PARTS}
+        | {part: bytes_text(sizes[part]) if sizes.get(part) else "-" for part in parts}
         | {"total": bytes_text(sum(sizes.values()))}
-        for role, sizes in values["device_bytes"].items()
+        for role, sizes in roles.items()
     ]
 
 
