@@ -94,6 +94,14 @@ class Run:
             RunError: a checkpoint cannot be read or written; the steady state broke and capture.watch is strict.
             Interrupted: a signal stopped the run; a checkpoint was written.
         """
+        try:
+            timed = self.go_through()
+        finally:
+            self.hosts.last_written = max(self.hosts.last_written, self.writer.last_written)
+        return self.finish(self.summary(*timed))
+
+    def go_through(self) -> tuple[float, float]:
+        """All steps and what they write; returns seconds, and those of this thread's CPU."""
         first_micro_step = self.first_step * self.plan.accumulate
         loading = self.engine.loader(first_micro_step // self.profile.drafter.reuse)
         with closing(self.tally), loading as (loader, rig), self.writer:
@@ -110,7 +118,7 @@ class Run:
                 finally:
                     self.watch.close()
             seconds, cpu_seconds = time.perf_counter() - self.started, time.thread_time() - self.started_cpu
-        return self.finish(self.summary(seconds, cpu_seconds))
+        return seconds, cpu_seconds
 
     def begin(self, loader: Loader, rig: Rig, first_micro_step: int) -> None:
         loader.give_up = lambda: self.requests.stop
@@ -118,7 +126,7 @@ class Run:
         self.host_memory = HostMemory(training_and(loader.pid), self.say)
         self.started, self.started_cpu = time.perf_counter(), time.thread_time()
         self.watch.open(self.step)
-        self.hosts.exchange(self.requests)
+        self.hosts.exchange(self.requests, self.writer.last_written)
 
     def all_steps(self) -> None:
         """Stretches of steps, each ended by a checkpoint."""
@@ -149,7 +157,7 @@ class Run:
         self.step += 1
         self.tally.issued[self.step] = self.scheduler.real_tokens - tokens
         self.equality.after(self.step)
-        self.hosts.exchange(self.requests)
+        self.hosts.exchange(self.requests, self.writer.last_written)
         if self.engine.held_out and self.engine.held_out.due(self.step):
             self.evaluate(self.engine.held_out)
         self.tally.extra |= self.scheduler.meter.newest()

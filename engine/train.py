@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,14 +89,15 @@ def warmup(profile: Profile, folder: Path, console: Console) -> dict[str, Any]:
 
 def train(profile: Profile, folder: Path, resume: bool, console: Console) -> dict[str, Any]:
     """Warm up, then the run; returns the summary of `draftgraph train`."""
-    with joined(profile) as hosts:
+    with joined(profile, teller(console)) as hosts:
         plan = dataclasses.replace(make_plan(profile), host=hosts.rank, hosts=hosts.count)
         own, placement = hosts.folder(folder), profile.placement
         with locked(own), signals.usr1_ignored():
             start = open_run(folder, own, plan, resume, console)
-            hosts.agree([zlib.crc32(json.dumps(plan.identity).encode())], "their profile or their data")
+            hosts.same(plan.identity, "Start every host with the same profile, rows and version of Draftgraph")
             found = checkpoint.step_of(start) if start else -1
             hosts.agree([found], "the checkpoint to go on from: they must share the file system of the run folder")
+            hosts.last_written = found
             plan.rows.verify()
             across = hosts if hosts.count > 1 else None
             devices = [resolve_device(name) for name in placement.targets + placement.drafters]

@@ -18,9 +18,9 @@ from tiny import deal_as_for, tiny_profile
 from draftgraph.engine.config import to_toml
 from draftgraph.engine.data.buckets import Bucket
 from draftgraph.engine.data.schedule import Schedule
-from draftgraph.engine.errors import Interrupted, UsageError
-from draftgraph.engine.run import checkpoint
-from draftgraph.engine.run.hosts import Hosts, joined
+from draftgraph.engine.errors import Interrupted, RunError, UsageError
+from draftgraph.engine.run import checkpoint, joining
+from draftgraph.engine.run.hosts import Hosts, joined, settings
 from draftgraph.engine.run.scheduler import Scheduler
 from draftgraph.engine.train import train
 
@@ -184,21 +184,111 @@ def test_hosts_share_the_stream_of_micro_batches():
 
 def test_one_process_is_one_host_without_a_network(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with joined(tiny_profile(tmp_path)) as hosts:
+    said: list[str] = []
+    with joined(tiny_profile(tmp_path), said.append) as hosts:
         assert (hosts.rank, hosts.count) == (0, 1) and hosts.folder(tmp_path) == tmp_path
-        assert hosts.gathered([1.0]) == [[1.0]]
+        assert hosts.gathered([1.0]) == [[1.0]] and said == []
     assert Hosts(1, 1).folder(tmp_path) == tmp_path / "host-1"
 
 
-def test_a_step_that_cannot_be_dealt_to_the_hosts_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UsageError, match="multiple of 3"), joined(tiny_profile(tmp_path)):
+def join(monkeypatch, profile, said=None, **environment) -> None:
+    """Enter and leave `joined` in this process, with what torchrun would set."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with joined(profile, [].append if said is None else said.append):
         pass
 
 
-def test_hosts_that_run_different_profiles_are_refused(tmp_path):
-    own_seed = "import os; sys.argv += ['--set', 'run.seed=' + os.environ['RANK']]; "
-    hosts = start_hosts(tmp_path, tiny_profile(tmp_path), own_seed)
-    said = [host.communicate(timeout=180)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [5, 5]
-    assert all("host 1 and host 0 differ in their profile or their data" in text.replace("\n", " ") for text in said)
+PLACE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def test_a_step_that_cannot_be_dealt_to_the_hosts_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="multiple of 3"):
+        join(monkeypatch, tiny_profile(tmp_path), **PLACE | {"WORLD_SIZE": "3"})
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE = 'abc'; it takes a whole number from 1 on"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0'; it takes a whole number from 1 on"),
+        ({"RANK": "5"}, "RANK = '5'; it takes a whole number from 0 to 1"),
+        ({"RANK": None}, "RANK is not set; it takes a whole number from 0 to 1"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT = 'x'; it takes a whole number from 1 to 65535"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "host 0 cannot listen at no-such-host.invalid:29500"),
+    ],
+)
+def test_an_environment_that_names_no_meeting_place_is_one_sentence(tmp_path, monkeypatch, wrong, told):
+    environment = {name: value for name, value in (PLACE | wrong).items() if value is not None}
+    with pytest.raises(UsageError, match=told):
+        join(monkeypatch, tiny_profile(tmp_path, optim={"accumulate": 4}), **environment)
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(UsageError, match=f"cannot listen at localhost:{port}: the port is in use"):
+            join(monkeypatch, tiny_profile(tmp_path, optim={"accumulate": 4}), **PLACE | {"MASTER_PORT": port})
+
+
+@pytest.mark.parametrize("rank, lacking", [("0", "1 of 2 hosts (RANK 1)"), ("1", "host 0 (Connection refused)")])
+def test_a_host_that_waits_says_for_whom_and_gives_up(tmp_path, monkeypatch, rank, lacking):
+    monkeypatch.setattr(joining, "JOIN_SECONDS", 0.5)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    said: list[str] = []
+    profile = tiny_profile(tmp_path, optim={"accumulate": 4})
+    with pytest.raises(RunError) as error:
+        join(monkeypatch, profile, said, **PLACE | {"RANK": rank, "MASTER_PORT": port})
+    assert said == [f"host {rank} is waiting for {lacking} at localhost:{port}, 0 s at most"]
+    assert f"at localhost:{port} for {lacking}" in str(error.value)
+
+
+def test_a_signal_ends_a_host_that_waits_for_an_answer(tmp_path, monkeypatch):
+    def on_signal(number, _):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(joining, "JOIN_SECONDS", 20.0)
+    profile = tiny_profile(tmp_path, optim={"accumulate": 4})
+    with socket.socket() as mute:  # listens, and is no store
+        mute.bind(("localhost", 0))
+        mute.listen()
+        place = PLACE | {"RANK": "1", "MASTER_PORT": str(mute.getsockname()[1])}
+        previous = signal.signal(signal.SIGALRM, on_signal)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                join(monkeypatch, profile, **place)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+
+
+def test_what_hosts_must_share_leaves_out_their_logs_and_paths_of_rows(tmp_path):
+    one = tiny_profile(tmp_path)
+    assert settings(one) == settings(tiny_profile(tmp_path, log={"every": 5}))
+    assert settings(one) != settings(tiny_profile(tmp_path, checkpoint={"every": 7}))
+    assert "data" not in settings(one)
+
+
+def test_resume_is_advised_only_where_there_is_a_checkpoint():
+    hosts = Hosts(1, 2)
+    assert "--resume" not in hosts.advice() and "start again" in hosts.advice()
+    hosts.last_written = 0
+    assert "with --resume" in hosts.advice()
+
+
+def test_hosts_that_run_different_profiles_are_refused_before_they_can_wait_for_each_other(tmp_path):
+    own = "import os; sys.argv += os.environ['RANK'] == '1' and ['--set', 'checkpoint.every=5', "
+    own += "'placement.drafters=[\"cpu\", \"cpu\"]', 'placement.look_ahead=1'] or []; "
+    hosts = start_hosts(tmp_path, tiny_profile(tmp_path, optim={"accumulate": 4}), own)
+    said = [" ".join(host.communicate(timeout=60)[0].split()) for host in hosts]
+    assert [host.returncode for host in hosts] == [5, 5], said
+    for text in said:
+        assert "placement.drafters = ['cpu', 'cpu'] on host 1, ['cpu'] on host 0" in text
+        assert "checkpoint.every = 5 on host 1, " in text

@@ -7,14 +7,17 @@ checkpoint is what a resume goes on from. Started without torchrun, or with one 
 network.
 """
 
-import datetime
+import dataclasses
+import json
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +25,13 @@ from torch import Tensor
 
 from draftgraph.engine.config import Profile
 from draftgraph.engine.errors import Interrupted, RunError, UsageError
+from draftgraph.engine.run.checkpoint import leaves
+from draftgraph.engine.run.joining import PATIENCE, Meeting, Say, first_line, meet, read_meeting
 from draftgraph.engine.run.signals import Requests
 
 BEAT_SECONDS, LOST_SECONDS, GRACE_SECONDS = 2.0, 30.0, 10.0
-# Heartbeats find a host that is gone; one that writes a checkpoint may take its time.
-PATIENCE = datetime.timedelta(days=1)
+# Sections that may differ between hosts: the rows themselves are compared, and logs are each host's own.
+OWN_SECTIONS = ("data", "log")
 
 
 class LostHost(RunError):
@@ -36,18 +41,26 @@ class LostHost(RunError):
 class Hosts:
     """Args:
     rank, count: this host, and how many.
-    devices: of the drafters, in order; every host has as many.
     """
 
-    def __init__(self, rank: int, count: int, devices: Sequence[torch.device] = ()):
+    def __init__(self, rank: int, count: int):
         self.rank, self.count = rank, count
         self.heard = Requests()  # what all hosts have agreed on
-        self.on_gpu = any(device.type == "cuda" for device in devices)
-        self.flags = torch.zeros(2, dtype=torch.int64)
+        self.last_written = -1  # the newest checkpoint that this host knows of
+        self.on_gpu = False
+        self.flags = torch.zeros(3, dtype=torch.int64)
         self.pending: dist.Work | None = None
-        # Of each owner one group, whose communicator lives on that owner's device.
+        self.groups: list[dist.ProcessGroup] = []
+
+    def open_groups(self, devices: Sequence[str]) -> None:
+        """Of each owner of a slice one group, whose communicator lives on that owner's device.
+
+        Args:
+            devices: of the drafters, in order; every host has as many.
+        """
+        self.on_gpu = any(name != "cpu" for name in devices)
         backend = "nccl" if self.on_gpu else "gloo"
-        self.groups = [dist.new_group(backend=backend, timeout=PATIENCE) for _ in devices] if count > 1 else []
+        self.groups = [dist.new_group(backend=backend, timeout=PATIENCE) for _ in devices]
 
     def folder(self, run: Path) -> Path:
         """Where this host writes what is its own: the run folder, or one inside it."""
@@ -65,8 +78,11 @@ class Hosts:
             except RuntimeError as error:
                 raise self.lost(error) from error
 
-    def exchange(self, requests: Requests) -> None:
+    def exchange(self, requests: Requests, last_written: int) -> None:
         """Tell the others what this host was asked, and hear what all were asked a step ago.
+
+        Args:
+            last_written: the step of the newest checkpoint, where this host writes them.
 
         Raises:
             LostHost: another host is gone.
@@ -79,7 +95,8 @@ class Hosts:
                 self.pending.wait()
                 self.heard.stop |= bool(self.flags[0])
                 self.heard.checkpoint |= bool(self.flags[1])
-            self.flags = torch.tensor([requests.stop, requests.checkpoint], dtype=torch.int64)
+                self.last_written = int(self.flags[2])
+            self.flags = torch.tensor([requests.stop, requests.checkpoint, last_written], dtype=torch.int64)
             requests.checkpoint = False
             self.pending = dist.all_reduce(self.flags, dist.ReduceOp.MAX, async_op=True)
         except RuntimeError as error:
@@ -108,18 +125,41 @@ class Hosts:
             if row != rows[0]:
                 raise RunError(f"host {rank} and host 0 differ in {what}")
 
+    def same(self, values: Mapping[str, Any], advice: str) -> None:
+        """Raises:
+        RunError: hosts hold different values; the keys are named, with what the first such host and host 0 hold.
+        """
+        if self.count == 1:
+            return
+        texts: list[str] = [""] * self.count
+        try:
+            dist.all_gather_object(texts, json.dumps(values))
+        except RuntimeError as error:
+            raise self.lost(error) from error
+        first, *others = [leaves(json.loads(text)) for text in texts]
+        for rank, theirs in enumerate(others, 1):
+            different = [key for key in {**first, **theirs} if first.get(key) != theirs.get(key)]
+            if different:
+                told = [f"{k} = {theirs.get(k)!r} on host {rank}, {first.get(k)!r} on host 0" for k in different]
+                raise RunError(f"hosts differ: {'; '.join(told)}. {advice}")
+
     def lost(self, error: RuntimeError) -> LostHost:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        failure = LostHost(f"another host is gone ({reason}); {ADVICE}")
+        reason = re.sub(r"\[\S+:\d+\] ", "", first_line(error))  # without the place in the library's source
+        failure = LostHost(f"another host is gone ({reason})")
         if self.on_gpu:
-            end_process(str(failure))  # NOTE: streams that wait for the lost host would keep every clean-up waiting
+            # NOTE: streams that wait for the lost host would keep every clean-up waiting.
+            end_process(f"{failure}; {self.advice()}")
         return failure
 
-
-ADVICE = (
-    "its own output says why. Go on from the last checkpoint with --resume, on the same hosts, on fewer, or with other "
-    "targets and drafters"
-)
+    def advice(self) -> str:
+        """What to do after a host was lost. It reads no disk, which may be what was cut off."""
+        if self.last_written >= 0:
+            return (
+                "its own output says why. Go on from the last checkpoint with --resume, on the same hosts, on fewer, "
+                "or with other targets and drafters"
+            )
+        unless = "" if self.rank == 0 else ", unless host 0 says that it wrote one"
+        return f"its own output says why. There is no checkpoint to go on from{unless}: start again"
 
 
 def end_process(message: str) -> None:
@@ -135,11 +175,9 @@ class Heartbeat:
     gloo, it can still write a checkpoint.
     """
 
-    def __init__(self, rank: int, count: int):
-        self.rank, self.count = rank, count
-        self.store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
-        )
+    def __init__(self, meeting: Meeting, advice: Callable[[], str]):
+        self.rank, self.count, self.advice = meeting.rank, meeting.count, advice
+        self.store = meeting.connect()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
         self.thread.start()
@@ -160,23 +198,34 @@ class Heartbeat:
             except RuntimeError:
                 silent = "the host where torchrun meets is gone"
             if silent and not self.over.wait(GRACE_SECONDS):
-                end_process(f"{silent}; {ADVICE}")
+                end_process(f"{silent}; {self.advice()}")
 
     def stop(self) -> None:
         self.over.set()
 
 
+def settings(profile: Profile) -> dict[str, Any]:
+    """What every host must say alike: any of it may decide who waits for whom. Of devices, the kind counts."""
+    values = {name: keys for name, keys in dataclasses.asdict(profile).items() if name not in OWN_SECTIONS}
+    for role in ("targets", "drafters"):
+        values["placement"][role] = [name.split(":")[0] for name in values["placement"][role]]
+    return values
+
+
 @contextmanager
-def joined(profile: Profile) -> Iterator[Hosts]:
+def joined(profile: Profile, say: Say) -> Iterator[Hosts]:
     """This host among those that torchrun started; alone without torchrun.
 
     Raises:
-        UsageError: the step cannot be dealt to so many hosts, or the profile asks for what one host alone can do.
+        UsageError: the step cannot be dealt to so many hosts, the profile asks for what one host alone can do, or
+            the environment does not say where hosts meet.
+        RunError: a host did not come, has another profile, or is gone.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
+    meeting = read_meeting(os.environ)
+    if meeting is None:
         yield Hosts(0, 1)
         return
+    count = meeting.count
     if profile.optim.accumulate % count:
         raise UsageError(
             f"profile: optim.accumulate ({profile.optim.accumulate} micro-steps of all hosts) cannot be dealt evenly "
@@ -188,11 +237,12 @@ def joined(profile: Profile) -> Iterator[Hosts]:
         )
     # NCCL's own watch would end the process without a word; the heartbeat ends it with one.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    rank = dist.get_rank()
-    heartbeat = Heartbeat(rank, count)
+    store, hosts = meet(meeting, say), Hosts(meeting.rank, count)
+    heartbeat = Heartbeat(meeting, hosts.advice)
     try:
-        hosts = Hosts(rank, count, [torch.device(name) for name in profile.placement.drafters])
+        dist.init_process_group("gloo", store=store, rank=hosts.rank, world_size=count, timeout=PATIENCE)
+        hosts.same(settings(profile), "Start every host with the same profile")
+        hosts.open_groups(profile.placement.drafters)
         # At the end the others may still be writing; without this host's heartbeat they would call it lost.
         try:
             yield hosts
@@ -202,5 +252,7 @@ def joined(profile: Profile) -> Iterator[Hosts]:
         hosts.gathered([0.0])
         heartbeat.stop()
         dist.destroy_process_group()
+    except LostHost as lost:
+        raise RunError(f"{lost}; {hosts.advice()}") from lost
     finally:
         heartbeat.stop()
