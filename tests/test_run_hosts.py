@@ -283,6 +283,12 @@ def test_resume_is_advised_only_where_there_is_a_checkpoint():
     assert "with --resume" in hosts.advice()
 
 
+def test_a_lost_host_is_told_without_the_source_of_a_library():
+    text = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44456. This is typically"
+    lost = Hosts(1, 2).lost(RuntimeError(text))
+    assert str(lost) == "another host is gone (Connection closed by peer [127.0.0.1]:44456)"
+
+
 def test_hosts_that_run_different_profiles_are_refused_before_they_can_wait_for_each_other(tmp_path):
     own = "import os; sys.argv += os.environ['RANK'] == '1' and ['--set', 'checkpoint.every=5', "
     own += "'placement.drafters=[\"cpu\", \"cpu\"]', 'placement.look_ahead=1'] or []; "

@@ -144,7 +144,8 @@ class Hosts:
                 raise RunError(f"hosts differ: {'; '.join(told)}. {advice}")
 
     def lost(self, error: RuntimeError) -> LostHost:
-        reason = re.sub(r"\[\S+:\d+\] ", "", first_line(error))  # without the place in the library's source
+        # Without the place in the library's source, and without its guesses.
+        reason = re.sub(r"\[\S+:\d+\] ", "", first_line(error)).split(". ")[0]
         failure = LostHost(f"another host is gone ({reason})")
         if self.on_gpu:
             # NOTE: streams that wait for the lost host would keep every clean-up waiting.

@@ -128,7 +128,8 @@ def reached(meeting: Meeting, say: Say) -> dist.Store:
         except OSError as error:
             return f"host 0 ({error.strerror or error})"
         thread.start()
-        return "an answer of host 0"
+        thread.join(1.0)
+        return "" if stores else "an answer of host 0"
 
     wait(meeting, lacking, say)
     return stores[0]
