@@ -7,7 +7,7 @@ GPU every step is a captured graph that was verified against its eager run; on t
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from draftgraph.engine.models.cached_target import CachedTarget
 from draftgraph.engine.models.drafter import Drafter, DrafterShape
 from draftgraph.engine.progress import progress_bar
 from draftgraph.engine.run.decoding import DecodeLane, slots_for
+from draftgraph.engine.run.metrics import RealAcceptance
 from draftgraph.engine.run.tree_decoding import TreeLane
 
 MOST_DIFFERENCES = 10  # that a summary names
@@ -178,11 +179,10 @@ class Evaluation:
 
     def figures(self, found: Answers, members: list[int], reference: Answers | None) -> dict[str, Any]:
         """Of some of the questions."""
-        forwards, *accepted = (sum(column) for column in zip(*(found.counts[i] for i in members), strict=True))
+        counts = [sum(column) for column in zip(*(found.counts[i] for i in members), strict=True)]
         same = None if reference is None else all(found.tokens[i] == reference.tokens[i] for i in members)
         return {
-            "acceptance": 1 + sum(accepted) / forwards if forwards else None,
-            "acceptance_per_slot": [count / forwards if forwards else None for count in accepted],
+            **asdict(RealAcceptance.of(counts)),
             "prompts": len(members),
             "tokens": sum(len(found.tokens[i]) for i in members),
             "identical_to_greedy": same,

@@ -76,11 +76,7 @@ class HeldOut:
             self.late.publish(step, self.decoder.rows.counts.view(-1), lane.stream)
             [(_, counts)] = self.late.finished(wait=True)
         size = self.lead.drafter.shape.block_size
-        forwards, *accepted = (sum(counts[k::size]) for k in range(size))
-        return RealAcceptance(
-            1 + sum(accepted) / forwards if forwards else None,
-            [count / forwards if forwards else None for count in accepted],
-        )
+        return RealAcceptance.of([sum(counts[k::size]) for k in range(size)])
 
 
 def prompts_of(plan: Plan) -> list[Tensor]:

@@ -69,8 +69,13 @@ class Plan:
     @cached_property
     def target_bytes(self) -> int:
         """Bytes of the target's weights on a device."""
-        section, size = self.profile.target, 2 if self.profile.target.dtype == "bfloat16" else 4
-        return weight_bytes(decoder_on_meta(self.target_config), self.last_layer, size, section.precision)
+        decoder, precision = decoder_on_meta(self.target_config), self.profile.target.precision
+        return weight_bytes(decoder, self.last_layer, self.element_size, precision)
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of a number of the target, of the drafter's arithmetic and of what passes between them."""
+        return 2 if self.profile.target.dtype == "bfloat16" else 4
 
     @property
     def whole_target(self) -> bool:

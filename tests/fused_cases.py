@@ -1,7 +1,8 @@
 """Targets that the CPU and the GPU tests of fused forwards share: families, and weights that make every part matter."""
 
+import pytest
 import torch
-from tiny import write_target
+from tiny import VOCAB, write_target
 
 from draftgraph.engine.models.target import load_model
 
@@ -25,6 +26,19 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3_5, HV = 2H": ("qwen3_5_text", {}),
     "qwen3_5, HV = H": ("qwen3_5_text", {"linear_num_value_heads": 2, "num_key_value_heads": 4}),
 }
+
+TAPS = (1, 4)
+EVERY_CASE = pytest.mark.parametrize("case", list(CASES))
+
+
+def token_ids(rows, num_context, seed=0):
+    return torch.randint(VOCAB, (rows, num_context), generator=torch.Generator().manual_seed(seed))
+
+
+def extract(target, ids):
+    taps = torch.full((*ids.shape, len(TAPS) * 32), float("nan"))
+    target.extract(ids, taps)
+    return taps
 
 
 def make_model(tmp_path, case, dtype, device, **sizes):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fused_cases import CASES, make_model
+from fused_cases import EVERY_CASE, TAPS, extract, make_model, token_ids
 from rich.console import Console
-from tiny import VOCAB, profile_values, tiny_profile, write_target
+from tiny import profile_values, tiny_profile, write_target
 
 from draftgraph.engine.config import from_values
 from draftgraph.engine.errors import UsageError
@@ -16,22 +16,10 @@ from draftgraph.kernels import fp8, reference, rms_norm
 from draftgraph.kernels.reference import Quantised
 
 CPU = torch.device("cpu")
-TAPS = (1, 4)
-EVERY_CASE = pytest.mark.parametrize("case", list(CASES))
 
 
 def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def token_ids(rows, num_context, seed=0):
-    return torch.randint(VOCAB, (rows, num_context), generator=torch.Generator().manual_seed(seed))
-
-
-def extract(target, ids):
-    taps = torch.full((*ids.shape, len(TAPS) * 32), float("nan"))
-    target.extract(ids, taps)
-    return taps
 
 
 def quantised_target(tmp_path, case, dtype=torch.float32):

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fused_cases import CASES, make_model
-from tiny import VOCAB, WINDOW, write_target
+from fused_cases import EVERY_CASE, TAPS, extract, make_model, token_ids
+from tiny import WINDOW, write_target
 
 from draftgraph.engine.errors import CaptureError, UsageError
 from draftgraph.engine.models import fused
@@ -14,18 +14,6 @@ from draftgraph.kernels import fused as kernels
 from draftgraph.kernels import reference
 
 CPU = torch.device("cpu")
-TAPS = (1, 4)
-EVERY_CASE = pytest.mark.parametrize("case", list(CASES))
-
-
-def token_ids(rows, num_context, seed=0):
-    return torch.randint(VOCAB, (rows, num_context), generator=torch.Generator().manual_seed(seed))
-
-
-def extract(target, ids):
-    taps = torch.full((*ids.shape, len(TAPS) * 32), float("nan"))
-    target.extract(ids, taps)
-    return taps
 
 
 def relative(found, expected):

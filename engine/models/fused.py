@@ -130,6 +130,8 @@ class FusedForward:
         self.embedding, self.target_layer_ids = decoder.embed_tokens, target_layer_ids
         self.family, self.eps = decoder.config.model_type, decoder.config.rms_norm_eps
         device = self.embedding.weight.device
+        if device.type == "cuda":
+            self.require_packages()
         self.ops: Any = kernels if device.type == "cuda" else reference
         self.project: Project = functools.partial(QuantisedProjection, self.ops) if quantised else Projection
         ending = "_quantised" if quantised else ""
@@ -150,6 +152,9 @@ class FusedForward:
             if device.type == "cuda":
                 # What was joined lay in blocks of its own, too small for the next layer's.
                 torch.cuda.empty_cache()
+
+    def require_packages(self) -> None:
+        """Refuse a GPU where a package that the family's kernels need is missing."""
 
     def mixer(self, layer: Any) -> Mixer:
         raise NotImplementedError

@@ -17,17 +17,8 @@ from draftgraph.kernels.gated_delta import implementation
 class FusedQwen35(FusedForward):
     zero_centred = True
 
-    def __init__(
-        self,
-        decoder: Any,
-        target_layer_ids: tuple[int, ...],
-        max_context: int,
-        final: bool = False,
-        quantised: bool = False,
-    ):
-        if decoder.embed_tokens.weight.is_cuda:
-            require_fla()
-        super().__init__(decoder, target_layer_ids, max_context, final, quantised)
+    def require_packages(self) -> None:
+        require_fla()
 
     def mixer(self, layer: Any) -> Mixer:
         if hasattr(layer, "self_attn"):

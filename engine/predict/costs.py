@@ -34,12 +34,9 @@ class Costs:
     optimizer_ms: float  # of all parameters on one device
     measured: frozenset[str]  # "target r2-s4096-a512", ..., "optimizer"
 
-    def element_bytes(self) -> int:
-        return 2 if self.plan.profile.target.dtype == "bfloat16" else 4
-
     def batch_bytes(self, bucket: Bucket) -> int:
         """Inputs and taps of a micro-batch."""
-        taps = bucket.rows * bucket.context * self.plan.taps_size * self.element_bytes()
+        taps = bucket.rows * bucket.context * self.plan.taps_size * self.plan.element_size
         return self.plan.layouts[bucket].num_bytes + taps
 
     def copy_ms(self, bucket: Bucket, same_device: bool) -> float:

@@ -15,7 +15,7 @@ def device_bytes(plan: Plan, placement: PlacementSection | None = None) -> Bytes
     """Bytes of every role of the plan's placement, or of another one."""
     profile, shape = plan.profile, plan.shape
     placement = placement or profile.placement
-    size = 2 if profile.target.dtype == "bfloat16" else 4
+    size = plan.element_size
     largest_context = max(b.rows * b.context for b in plan.buckets)
     inputs = max(layout.num_bytes for layout in plan.layouts.values()) + largest_context * plan.taps_size * size
     embedding = shape.vocab_size * shape.hidden_size * size

@@ -37,7 +37,7 @@ def estimate(plan: Plan, card: Card | None) -> dict[str, Any]:
     Args:
         card: None: where no rate is known, the milliseconds are None.
     """
-    shape, size = plan.shape, 2 if plan.profile.target.dtype == "bfloat16" else 4
+    shape, size = plan.shape, plan.element_size
     largest = max(plan.buckets, key=lambda bucket: (bucket.rows * bucket.anchors, bucket.rows * bucket.context))
     tokens = largest.rows * largest.anchors * shape.block_size
     kept = [kept_bytes(shape, tokens, size, recompute) for recompute in (False, True)]

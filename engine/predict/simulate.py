@@ -103,7 +103,7 @@ class SimulatedReduction(Reduction):
         pass
 
     def spread(self, index: int, drafter: Any) -> None:
-        drafter.lane.stream.run("reduce", self.peers_ms(drafter, self.costs.element_bytes()), exclusive=False)
+        drafter.lane.stream.run("reduce", self.peers_ms(drafter, self.costs.plan.element_size), exclusive=False)
 
 
 class SimulatedSource:

@@ -5,10 +5,10 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -53,6 +53,15 @@ class RealAcceptance:
 
     acceptance: float | None
     acceptance_per_slot: list[float | None]
+
+    @classmethod
+    def of(cls, counts: Sequence[float]) -> Self:
+        """Counts: verify forwards, then those of them that accepted the draft of slot 1, 2, ..."""
+        forwards, *accepted = counts
+        return cls(
+            1 + sum(accepted) / forwards if forwards else None,
+            [count / forwards if forwards else None for count in accepted],
+        )
 
 
 def ratio(over: float, under: float) -> float | None:
