@@ -292,6 +292,8 @@ def test_a_lost_host_is_told_without_the_source_of_a_library():
 def test_hosts_that_run_different_profiles_are_refused_before_they_can_wait_for_each_other(tmp_path):
     own = "import os; sys.argv += os.environ['RANK'] == '1' and ['--set', 'checkpoint.every=5', "
     own += "'placement.drafters=[\"cpu\", \"cpu\"]', 'placement.look_ahead=1'] or []; "
+    # Heartbeats without a rest: one that outlives the interpreter aborts the process.
+    own += "from draftgraph.engine.run import hosts; hosts.BEAT_SECONDS = 0.0; "
     hosts = start_hosts(tmp_path, tiny_profile(tmp_path, optim={"accumulate": 4}), own)
     said = [" ".join(host.communicate(timeout=60)[0].split()) for host in hosts]
     assert [host.returncode for host in hosts] == [5, 5], said

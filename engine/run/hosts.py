@@ -202,7 +202,10 @@ class Heartbeat:
                 end_process(f"{silent}; {self.advice()}")
 
     def stop(self) -> None:
+        """End, before the interpreter does: the store's calls abort where they return after it. One that hangs is not
+        waited for."""
         self.over.set()
+        self.thread.join(timeout=5.0)
 
 
 def settings(profile: Profile) -> dict[str, Any]:
