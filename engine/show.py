@@ -1,13 +1,15 @@
 """Tables for people; numbers as they are read. The same content goes to JSON unrounded."""
 
+from textwrap import fill
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+SHORT = 10  # characters of a cell that is a figure
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -46,10 +48,17 @@ def summary_table(title: str, values: dict[str, Any]) -> Table:
 
 
 def columns_table(title: str, rows: list[dict[str, str]]) -> Table:
-    """Rows of ready texts under the keys of the first; the first column is a name, the others are figures."""
+    """Rows of ready texts under the keys of the first; the first column is a name, the others are figures.
+
+    A figure is shown whole in any terminal; headers and longer texts wrap between words.
+    """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        widest = max(len(row[name]) for row in rows)
+        header = fill(name, max(widest, 1), break_long_words=False, break_on_hyphens=False)
+        justify: JustifyMethod = "right" if index else "left"
+        word = max(len(word) for text in (name, *(row[name] for row in rows)) for word in text.split() or [""])
+        table.add_column(header, justify=justify, min_width=word, no_wrap=widest <= SHORT, overflow="fold")
     for row in rows:
         table.add_row(*row.values())
     return table

@@ -1,12 +1,14 @@
 """What `plan` predicts: the scheduler over devices that only keep time, costs, every arrangement."""
 
 import dataclasses
+import io
 import json
 import time
 import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from tiny import ordinary_rows, tiny_profile
 
 from draftgraph.engine.build import build
@@ -20,6 +22,7 @@ from draftgraph.engine.predict.costs import Costs, costs
 from draftgraph.engine.predict.memory import cache_bytes, device_bytes, per_device
 from draftgraph.engine.predict.pace import Pace
 from draftgraph.engine.predict.recompute import estimate
+from draftgraph.engine.predict.show import show_plan
 from draftgraph.engine.predict.simulate import simulate
 from draftgraph.engine.run.decoding import slots_for
 from draftgraph.engine.run.metrics import StepFigures
@@ -235,6 +238,12 @@ def test_the_profile_of_eight_gpus_is_planned_with_a_picture(tmp_path, capsys):
     assert summary["reuse"][0]["tokens_per_s"] > summary["reuse"][1]["tokens_per_s"]
     texts = {node.text for node in ET.parse(picture).iter("{http://www.w3.org/2000/svg}text")}
     assert {f"target {t}" for t in range(5)} | {f"drafter {d}" for d in range(3)} <= texts
+    narrow = Console(file=io.StringIO(), width=80)
+    show_plan(narrow, summary)
+    shown = narrow.file.getvalue()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    for row in [row for row in summary["arrangements"] if row["devices"] == 8] + summary["best"] + summary["reuse"]:
+        assert f" {row['tokens_per_s']:,.0f} " in shown
 
 
 def test_a_cpu_without_a_warm_up_predicts_no_time(tmp_path, capsys):

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from draftgraph.engine.predict.memory import PARTS
 from draftgraph.engine.run.idle import REASONS
-from draftgraph.engine.show import bytes_text, columns_table
+from draftgraph.engine.show import UNITS, bytes_text, columns_table
 
 Row = dict[str, Any]
 
@@ -20,7 +20,8 @@ def show_plan(console: Console, values: Row) -> None:
         console.print(f"Milliseconds {where}; ~ is estimated from FLOPs and bytes, without it a warm-up measured.\n")
     for note in values["notes"]:
         console.print(f"{note}\n", markup=False)
-    console.print(columns_table("Predicted memory; the pool is an estimate", memory_rows(values)))
+    unit, memory = memory_rows(values)
+    console.print(columns_table(f"Predicted memory in {unit}; the pool is an estimate", memory))
     switch = values["recompute"]
     at_rate = f" ({switch['costs_ms']:.2f} ms at {switch['at_tflops']:.0f} TFLOP/s)" if switch["at_tflops"] else ""
     console.print(
@@ -38,13 +39,13 @@ def show_plan(console: Console, values: Row) -> None:
         f"({values['figures']} figures), bound by {values['bound_by']}.\n"
     )
     for title, name in (
-        (f"All uses of {used(values)} devices", "arrangements"),
+        (f"All uses of {used(values)} devices (targets:drafters)", "arrangements"),
         ("The best use of more and fewer devices", "best"),
         ("drafter.reuse: one extraction feeds so many micro-steps, tokens/s count it once", "reuse"),
     ):
         shown = [row for row in values[name] if name != "arrangements" or row["devices"] == used(values)]
         if shown:
-            per = "micro-step" if name == "reuse" else "device"
+            per = "micro step" if name == "reuse" else "device"
             console.print(columns_table(title, [arrangement_row(row, per) for row in shown]))
 
 
@@ -66,13 +67,15 @@ def ms_text(graph: Row) -> str:
     return f"{'' if graph['measured'] else '~'}{graph['ms']:,.1f}"
 
 
-def memory_rows(values: Row) -> list[dict[str, str]]:
+def memory_rows(values: Row) -> tuple[str, list[dict[str, str]]]:
+    """A unit, and a row per role in it."""
     roles = values["device_bytes"]
     parts = [part for part in PARTS if any(sizes.get(part) for sizes in roles.values())]
-    return [
+    power = 3 if max(sum(sizes.values()) for sizes in roles.values()) >= 1024**3 else 2
+    return UNITS[power], [
         {"role": role}
-        | {part: bytes_text(sizes[part]) if sizes.get(part) else "-" for part in parts}
-        | {"total": bytes_text(sum(sizes.values()))}
+        | {part: f"{sizes[part] / 1024**power:.2f}" if sizes.get(part) else "-" for part in parts}
+        | {"total": f"{sum(sizes.values()) / 1024**power:.2f}"}
         for role, sizes in roles.items()
     ]
 
@@ -86,14 +89,14 @@ def arrangement_row(row: Row, per: str) -> dict[str, str]:
     fits = {True: "", False: "no", None: "-"}[row["fits"]]
     return {
         "devices": str(row["devices"]),
-        "targets:drafters": row["arrangement"],
+        "use": row["arrangement"],
         "reuse": str(row["reuse"]),
         "tokens/s": f"{row['tokens_per_s']:,.0f}",
         f"per {per}": f"{row['tokens_per_s_and_device']:,.0f}"
         if per == "device"
         else f"{row['micro_step_ms']:,.1f} ms",
         "busy": f"{row['busy_min']:.0%}-{row['busy_max']:.0%}",
-        "bound by": row["bound_by"],
-        "micro-steps": str(row["micro_steps"]),
+        "bound by": row["bound_by"].replace("target and drafter", "both"),
+        "micro steps": str(row["micro_steps"]),
         "memory": f"{bytes_text(row['most_bytes'])}{fits and ' ' + fits}",
     }
