@@ -73,11 +73,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this file's checkout, marked where files differ from it; None outside a checkout."""
+    """The commit of this file's checkout, marked where files differ from it; outside one, DRAFTGRAPH_COMMIT."""
     here = Path(__file__).resolve()
     # An installed copy may lie inside somebody else's checkout: only a tracked file belongs to one.
     if _output("git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name) is None:
-        return None
+        return os.environ.get("DRAFTGRAPH_COMMIT")
     return _output("git", "-C", str(here.parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
 
 

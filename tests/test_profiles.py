@@ -23,6 +23,12 @@ def test_a_package_or_program_that_is_missing_is_none():
     assert measure._output("false") is None
 
 
+def test_outside_a_checkout_the_environment_says_the_commit(monkeypatch):
+    monkeypatch.setattr(measure, "_output", lambda *command: None)
+    monkeypatch.setenv("DRAFTGRAPH_COMMIT", "abc123")
+    assert measure.receipt("work", "profile")["commit"] == "abc123"
+
+
 def test_a_receipt_replaces_an_older_one_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "results" / "a.json"
     for value in (1, 2):

@@ -1,6 +1,7 @@
 """The README quotes receipts, and nothing else."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -74,6 +75,11 @@ def test_the_paths_of_loss_receipts_agree_as_the_readme_says():
     for path in LOSSES:
         ours = json.loads(path.read_text())["ours"]
         assert ours["agrees"] and all(f"{row['mean']:.4f}" in README for row in ours["difference"].values()), path
+
+
+def test_every_receipt_that_the_readme_names_is_there():
+    named = re.findall(r"(?:profiles/results/|receipt\s+`)([\w.-]+\.json)", README)
+    assert len(named) >= 4 and set(named) <= {path.name for path in RESULTS}
 
 
 def test_nothing_is_left_to_fill_in():

@@ -1,0 +1,136 @@
+"""Makes the receipts of `profiles/results` that need a GPU, by name: every figure of the README, measured again.
+
+    python profiles/data/make_receipts.py --list
+    python profiles/data/make_receipts.py run-0.8b kernels --out receipts
+
+Each is made by commands of its own processes, under a time limit, in a working folder; what they print goes to
+OUT/NAME.log. Receipts, and a run's folder without its weights, are copied to OUT as soon as they are there, whether the
+rest went well or not. Exit status 1 where one failed. Where the sources are no git checkout, DRAFTGRAPH_COMMIT says
+which commit they are. The peers need `pip install --no-deps specforge==0.2.0`, `demo` the extra of that name.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+DATA = Path(__file__).resolve().parent
+WEIGHTS = ("checkpoints", "*.safetensors", "wandb", "tensorboard", "shards")  # of a run folder, left behind
+
+
+@dataclass(frozen=True)
+class Part:
+    """Args:
+    seconds: after which its commands are ended; on one NVIDIA H200 they take about half of it.
+    commands: what follows `draftgraph`, or a script of this folder's parent, one after the other.
+    """
+
+    about: str
+    seconds: int
+    commands: tuple[str, ...]
+
+
+PARTS = {
+    "kernels": Part(
+        "attention, cross-entropy and optimizer beside their peers and floors",
+        240,
+        ("bench attention cross-entropy optimizer",),
+    ),
+    "27b": Part("training steps and extraction at 27B shapes", 560, ("bench target w27-full w27-var",)),
+    "27b-fp8": Part(
+        "the same with the target in FP8", 560, ("bench target w27-full w27-var --set target.precision=fp8",)
+    ),
+    "0.8b": Part("training steps at 0.8B shapes", 400, ("bench w08-var",)),
+    "observers": Part("what watching a run costs", 240, ("bench observers",)),
+    "overlap": Part("target and drafter on one GPU, at once or in turn", 300, ("bench overlap",)),
+    "run-0.8b": Part(
+        "650 steps of qwen3.5-0.8b-1gpu with evaluation and all observers; a second warm-up over its caches",
+        580,
+        (
+            "train qwen3.5-0.8b-1gpu --run run --set run.steps=650 optim.accumulate=1 log.wandb=offline",
+            "warmup qwen3.5-0.8b-1gpu --run warmed-again",
+        ),
+    ),
+    "run-smollm2": Part("the demo: 500 steps of smollm2-gpu, acceptance before and after", 400, ("demo --run run",)),
+    "trace": Part("host calls of qwen3.5-0.8b-1gpu", 240, ("trace qwen3.5-0.8b-1gpu --run run",)),
+    "run-27b": Part(
+        "six steps of qwen3.6-27b-1gpu: the pause of its checkpoints, memory, prediction",
+        400,
+        ("train qwen3.6-27b-1gpu --run run --set run.steps=6 checkpoint.every=2 checkpoint.keep=1 optim.accumulate=1",),
+    ),
+    "loss": Part(
+        "losses of 200 steps of smollm2-gpu: kernels, their PyTorch twins, another seed, FP8",
+        500,
+        (
+            f"prepare {shlex.quote(str(DATA / 'smollm2-code.jsonl'))} --target smollm2 --out runs/demo/shards "
+            "--block-size 8 --max-context 512",
+            "peers/plain_path.py smollm2-gpu --steps 200 --fp8 --out loss-smollm2-gpu.json",
+        ),
+    ),
+}
+
+
+def make(name: str, part: Part, out: Path, work: Path) -> str:
+    """Run the commands of one part and copy what they made; how it ended, in a few words."""
+    folder = work / name
+    folder.mkdir()
+    ends, status = time.monotonic() + part.seconds, "done"
+    with (out / f"{name}.log").open("w") as log:
+        for command in part.commands:
+            first, *rest = shlex.split(command)
+            program = ["-m", "draftgraph.engine.cli", first]
+            if first.endswith(".py"):
+                program = ["-P", str(DATA.parent / first)]
+            started = [sys.executable, *program, *rest]
+            process = subprocess.Popen(
+                started, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                process.wait(timeout=max(ends - time.monotonic(), 1.0))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = f"ended after {part.seconds} s"
+                break
+            if process.returncode:
+                status = f"status {process.returncode}"
+                break
+    for receipt in [*folder.glob("*.json"), *folder.glob("bench/*.json")]:
+        shutil.copy(receipt, out)
+    for run in (path.parent for path in folder.glob("*/profile.toml")):
+        shutil.copytree(run, out / f"{name}-{run.name}", dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHTS))
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="NAME", help="see --list")
+    parser.add_argument("--list", action="store_true", help="what there is, and the time limit of each")
+    parser.add_argument("--out", type=Path, default=Path("receipts"), help="folder (receipts)")
+    args = parser.parse_args()
+    if args.list or not args.parts:
+        for name, part in PARTS.items():
+            print(f"{name:<12} {part.seconds:>4} s  {part.about}")
+        return 0
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    ended = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name in args.parts:
+            started = time.monotonic()
+            print(f"{name}: {PARTS[name].about}", flush=True)
+            ended[name] = make(name, PARTS[name], args.out.resolve(), Path(work))
+            print(f"{name}: {ended[name]}, {time.monotonic() - started:.0f} s", flush=True)
+    return 1 if any(status != "done" for status in ended.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""The script that makes the GPU receipts again, on commands that a CPU can run."""
+
+import runpy
+import shlex
+
+import pytest
+from tiny import tiny_profile
+
+from draftgraph.engine.cli import parser
+from draftgraph.engine.config import to_toml
+from draftgraph.profiles.load import DATA
+
+SCRIPT = DATA / "make_receipts.py"
+
+
+@pytest.fixture
+def script():
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_receipts_and_run_folders_come_back_whatever_became_of_the_rest(tmp_path, script):
+    (tmp_path / "tiny.toml").write_text(to_toml(tiny_profile(tmp_path)))
+    (work := tmp_path / "work").mkdir()
+    (out := tmp_path / "out").mkdir()
+    Part, make = script["Part"], script["make"]
+    run = Part("", 120, (f"train {tmp_path}/tiny.toml --run run", "plan nowhere"))
+    assert make("tiny", run, out, work) == "status 2"
+    assert {"receipt.json", "warmup.json", "metrics.jsonl", "report.html"} <= {
+        path.name for path in (out / "tiny-run").iterdir()
+    }
+    assert not (out / "tiny-run" / "checkpoints").exists() and "nowhere" in (out / "tiny.log").read_text()
+    assert make("slow", Part("", 1, ("bench attention",)), out, work) == "ended after 1 s"
+
+
+def test_every_part_is_made_of_commands_that_there_are(script):
+    for part in script["PARTS"].values():
+        for command in part.commands:
+            first, *rest = shlex.split(command)
+            if first.endswith(".py"):
+                assert (DATA.parent / first).is_file()
+            else:
+                parser().parse_args([first, *rest])
