@@ -44,7 +44,10 @@ def open_run(folder: Path, own: Path, plan: Plan, resume: bool, console: Console
         newest = checkpoint.newest(checkpoints, say)
         checkpoint.check_identity(newest, plan.identity, say)
         if checkpoint.step_of(newest) >= plan.profile.run.steps:
-            raise RunError(f"the run in {folder} is complete ({newest.name}); evaluate or export it")
+            raise RunError(
+                f"the run in {folder} is complete ({newest.name}); evaluate or export it, or go on with --resume --set "
+                "run.steps=MORE"
+            )
     try:
         write_text(profile_file, to_toml(plan.profile))
     except OSError as error:

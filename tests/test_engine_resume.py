@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 import tomli_w
+import torch
 from rich.console import Console
 from test_engine_run import assert_same_bits, masters, run
 from tiny import ordinary_rows, tiny_profile
@@ -16,6 +17,7 @@ from draftgraph.engine.config import to_toml
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.run import checkpoint
+from draftgraph.engine.run.optimizer import rate
 from draftgraph.engine.run_folder import locked
 from draftgraph.engine.train import train
 
@@ -41,7 +43,6 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     ("changes", "field"),
     [
         ({"run": {"seed": 4}}, "seed = 3 (the profile gives 4)"),
-        ({"run": {"steps": 7}}, "steps = 6 (the profile gives 7)"),
         ({"drafter": {"layers": 3}}, "drafter.num_layers = 2 (the profile gives 3)"),
         ({"drafter": {"gamma": 3.0}}, "loss.gamma = 2.0 (the profile gives 3.0)"),
         ({"drafter": {"anchors": 7}}, "draw.num_anchors = 8 (the profile gives 7)"),
@@ -108,6 +109,20 @@ def test_a_complete_run_is_not_resumed_and_keeps_its_receipt(tmp_path):
     with pytest.raises(RunError, match="is complete"):
         run(tiny_profile(tmp_path), tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "receipt.json").read_bytes() == receipt
+
+
+def test_a_complete_run_goes_on_for_more_steps_at_the_rate_of_a_longer_run(tmp_path):
+    profile = tiny_profile(tmp_path)
+    run(profile, tmp_path / "run")
+    longer = tiny_profile(tmp_path, run={"steps": 9})
+    said = Console(record=True, width=400, file=io.StringIO())
+    summary = train(longer, tmp_path / "run", True, said)
+    assert (summary["first_step"], summary["steps"]) == (6, 9)
+    assert "steps is 9, was 6 at step-000006: from here on not the bits" in said.export_text()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    wanted = [float(rate(torch.tensor(float(i)), torch.tensor(9.0), longer.optim)) for i in range(6, 9)]
+    assert [line["lr"] for line in lines[6:]] == pytest.approx(wanted)
 
 
 def test_a_second_process_in_one_run_folder_is_refused(tmp_path):

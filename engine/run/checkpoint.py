@@ -28,7 +28,15 @@ STATE, SCALARS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 FILES = (STATE, SCALARS)  # named by the manifest
 FORMAT, VERSION = "draftgraph-checkpoint", 1
 # What a resume may change: it is defined, and no longer gives the bits of an uninterrupted run.
-CHANGEABLE = ("optim.lr", "chunk_slots", "buckets", "placement.targets", "placement.drafters", "placement.hosts")
+CHANGEABLE = (
+    "steps",
+    "optim.lr",
+    "chunk_slots",
+    "buckets",
+    "placement.targets",
+    "placement.drafters",
+    "placement.hosts",
+)
 # What a checkpoint of an older version does not say, since nothing else could be chosen.
 UNSAID = {
     "placement.hosts": 1,
