@@ -241,6 +241,8 @@ def typed(where: str, value: Any, described: dataclasses.Field) -> Any:
     if type(value) is not kind:
         names = {dict: "a table of names", list: 'a list, such as ["cpu"]'}
         raise UsageError(f"profile: {where} takes {names.get(kind, kind.__name__)}, found {value!r}")  # type: ignore
+    if kind is str and "\0" in value:
+        raise UsageError(f"profile: {where} holds a NUL character, which no name and no path can")
     if kind is list:
         item = get_args(described.type)[0]
         value = [float(v) if item is float and type(v) is int else v for v in value]

@@ -182,6 +182,7 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("placement.targets=['cuda:0']", "look_ahead"),
         ("data.random_lengths=x.json", "name the data once"),
         ("target.model=random:none", "no model shape"),
+        ('data.shards="a\\u0000"', "data.shards holds a NUL character"),
         ("drafter.mask_token_id=500", "not a row of the target's embedding"),
         ("drafter.target_layer_ids=[9]", "ascending target layers"),
         ("steps=3", "section.key=value"),
