@@ -1,9 +1,14 @@
 """Where no GPU is, Triton kernels run in the interpreter, and the tests that need a GPU are collected and skipped."""
 
 import os
+import signal
 
 import pytest
 import torch
+
+# A shell's background job ignores SIGINT, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -112,12 +112,12 @@ def test_a_full_disk_costs_the_run_nothing(tmp_path):
 
 
 def test_a_driver_that_hangs_does_not_hold_the_run(tmp_path):
-    library = Nvml({"GPU-aa": lambda: time.sleep(0.5) or GIB})
+    library = Nvml({"GPU-aa": lambda: time.sleep(2.0) or GIB})
     sampler = Sampler(tmp_path / "devices.jsonl", {"cuda:0": "aa"}, 0.01, library)
     since = time.perf_counter()
     sampler.start()
     sampler.enter(STEADY)
-    assert time.perf_counter() - since < 0.1
+    assert time.perf_counter() - since < 1.0
     sampler.close()
 
 
