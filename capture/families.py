@@ -20,7 +20,7 @@ _FAMILIES = [
         ),
         ("causal_conv", r"causal_conv"),
         ("attention", r"anchor_\w+_kernel|flash|fmha|sdpa|attention"),
-        ("cross_entropy", r"softmax_statistics_kernel|softmax_gradient_kernel|cross_entropy"),
+        ("cross_entropy", r"softmax_(statistics|gradient)_kernel|cross_entropy|divergence_gradient"),
         ("quantise", r"quantise"),
         ("norm", r"rms_?norm|layer_?norm|l2norm|norm_rope|norm_gated|GammaBeta"),
         ("activation", r"swiglu|silu|sigmoid|gelu|\bgate_kernel"),

@@ -29,6 +29,7 @@ def exp(x, shift):
     """exp(x) * 2^shift, in one fused multiply-add and one exponential.
 
     Triton's own exp takes three instructions more, for results below 1e-38, which count for nothing here.
+    NOTE: exp(x, -LOG2_E * x) is near 1, not 1, and inf for a huge x: of the two products one is rounded.
     """
     return tl.exp2(x * LOG2_E + shift)
 
@@ -42,7 +43,8 @@ def add_tile(x, start, top, total, tile):
     larger = tile_top > top
     new_top = tl.where(larger, tile_top, top)
     shift = -LOG2_E * new_top
-    total = total * exp(top, shift) + tl.sum(exp(x, shift[:, None]), axis=1)
+    # Of the difference, so that a total whose maximum stays keeps its bits, tile after tile.
+    total = total * tl.exp2((top - new_top) * LOG2_E) + tl.sum(exp(x, shift[:, None]), axis=1)
     return new_top, total, tl.where(larger, start, tile)
 
 
@@ -72,7 +74,7 @@ def row_statistics(base, V, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
         top, total, tile = add_tile(tl.load(base + start + columns), start, top, total, tile)
     top, total, tile = add_tile(last, whole, top, total, tile)
     row_top = tl.max(top, axis=0)
-    row_total = tl.sum(total * exp(top, -LOG2_E * row_top), axis=0)
+    row_total = tl.sum(total * tl.exp2((top - row_top) * LOG2_E), axis=0)
     candidates = tl.min(tl.where(top == row_top, tile + first, V), axis=0) + tl.arange(0, GROUP)
     x = tl.load(base + candidates, mask=candidates < V, other=-float("inf")).to(tl.float32)
     winner = tl.min(tl.where(x == row_top, candidates, V), axis=0)
@@ -99,12 +101,15 @@ def softmax_gradient_kernel(logits, labels, log_sum, weights, V, BLOCK_N: tl.con
     inside = columns < V
     address = logits + row * V + columns
     x = tl.load(address, mask=inside, other=0.0)
-    weight = tl.load(weights + row)
-    label = tl.where(columns == tl.load(labels + row), 1.0, 0.0)
-    gradient = weight * (exp(x.to(tl.float32), -LOG2_E * tl.load(log_sum + row)) - label)
-    # A weightless row is zero whatever its logits hold.
-    gradient = tl.where(weight == 0.0, 0.0, gradient)
-    tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
+    weight, label, log_total = tl.load(weights + row), tl.load(labels + row), tl.load(log_sum + row)
+    if weight == 0.0:
+        # Zero whatever its logits hold.
+        tl.store(address, tl.zeros((BLOCK_N,), logits.dtype.element_ty), mask=inside)
+    else:
+        # To the bits of `cross_entropy_gradient_kernel`.
+        shift = tl.log2(weight) - LOG2_E * log_total
+        gradient = exp(x.to(tl.float32), shift) - tl.where(columns == label, weight, 0.0)
+        tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -143,8 +148,7 @@ def cross_entropy_gradient_kernel(
             tl.store(address, gradient.to(logits.dtype.element_ty), eviction_policy="evict_first")
         # The label's own, after the threads that wrote its probability.
         tl.debug_barrier()
-        gradient = weight * (exp(chosen, -LOG2_E * log_total) - 1.0)
-        tl.store(base + label, gradient.to(logits.dtype.element_ty))
+        tl.store(base + label, (exp(chosen, shift) - weight).to(logits.dtype.element_ty))
 
 
 @triton.jit
@@ -209,7 +213,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, weights: 
 
     Args:
         logits: [M, V] contiguous; labels [M] int64; log_sum [M] float32, of `softmax_statistics`.
-        weights: [M] float32; a row of weight 0 becomes exactly zero.
+        weights: [M] float32, not negative; a row of weight 0 becomes exactly zero.
     Cost: reads and writes the logits once.
     """
     M, V = logits.shape
@@ -222,7 +226,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, log_sum: Tensor, weights: 
 def cross_entropy_gradient_(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`softmax_statistics` and `softmax_gradient_` in one kernel, for weights known before.
 
-    Args: as theirs; weights are not negative.
+    Args: as theirs.
     Returns:
         cross_entropy [M] float32; best [M] int64, the first of equal logits. The logits hold their gradient.
     Cost: reads the logits once from memory and once more from the L2 cache as far as it holds them, writes them once;

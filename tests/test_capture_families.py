@@ -2,7 +2,18 @@
 
 import pytest
 
-from draftgraph.capture.families import families, implementations
+from draftgraph.capture.families import OTHER, families, family, implementations
+from draftgraph.kernels import (
+    adamw,
+    anchor_attention_kernels,
+    causal_conv,
+    cross_entropy,
+    fp8,
+    gates,
+    rms_norm,
+    rope,
+    swiglu,
+)
 
 SEEN = {
     "nvjet_sm90_tst_256x152_64x4_2x1_v_bz_coopA_TNT": "gemm",
@@ -36,6 +47,13 @@ SEEN = {
 @pytest.mark.parametrize(("name", "expected"), SEEN.items())
 def test_a_kernel_seen_in_a_graph_has_its_family(name, expected):
     assert families({name: 3}) == {expected: 3}
+
+
+def test_every_kernel_of_our_own_has_a_family():
+    rooms = (adamw, anchor_attention_kernels, causal_conv, cross_entropy, fp8, gates, rms_norm, rope, swiglu)
+    found = {name: family(name) for room in rooms for name in vars(room) if name.endswith("_kernel")}
+    assert len(found) == 18 and OTHER not in found.values()
+    assert {family(name) for name in vars(cross_entropy) if name.endswith("_kernel")} == {"cross_entropy"}
 
 
 def test_products_in_fp8_are_named_and_what_quantises_is_a_family_of_its_own():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from draftgraph.kernels import cross_entropy as kernel
 from draftgraph.kernels import reference
@@ -54,6 +56,26 @@ def test_one_kernel_gives_what_the_two_give(ops, M, V):
     found_ce, found_best = ops.cross_entropy_gradient_(logits, labels, weights)
     assert torch.equal(found_ce, ce) and torch.equal(found_best, best)
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-9)
+
+
+@triton.jit
+def exp_with_one_rounding(x, shift):
+    """`exp` as a GPU has it: the interpreter rounds the product too."""
+    return tl.exp2((x.to(tl.float64) * 1.4426950216293335 + shift).to(tl.float32))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU fuses by itself")
+@pytest.mark.parametrize("V", [7, 97, 9000, 248_320])
+def test_a_fused_multiply_add_leaves_no_group_without_logits_a_sum_and_lets_none_drift(V, monkeypatch):
+    monkeypatch.setattr(kernel, "exp", exp_with_one_rounding)
+    logits, labels, weights = case(2, V)
+    logits[:, 5], labels[:] = 37.3, 5  # stays the largest to the end
+    others, expected = logits.clone(), F.cross_entropy(logits.double(), labels, reduction="none")
+    ce, log_sum, _ = kernel.softmax_statistics(logits, labels)
+    torch.testing.assert_close(log_sum.double(), logits.double().logsumexp(-1), rtol=0, atol=4e-6)
+    torch.testing.assert_close(ce.double(), expected, rtol=0, atol=4e-6)
+    assert kernel.divergence_gradient_(logits, others, weights)[0].abs().max() <= 1e-6
+    assert torch.equal(kernel.cross_entropy_gradient_(others, labels, weights)[0], ce)
 
 
 @BOTH
