@@ -271,7 +271,7 @@ class DecodeLane:
     def step(self, name: str, run: Callable[[], None], num_tokens: int, num_logits: int) -> Step:
         """A step in which a row takes so many tokens through the target's layers, and so many rows of logits."""
         config = self.target.config
-        width = config.hidden_size + 2 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+        width = 4 * (config.hidden_size + getattr(config, "intermediate_size", 4 * config.hidden_size))
         return Step(
             step=name,
             bucket="",
@@ -279,7 +279,8 @@ class DecodeLane:
             inputs=self.inputs(),
             outputs={**self.written(), **self.target.tensors, **self.drafter.tensors},
             fill=self.fill,
-            predicted_bytes=self.target.num_rows * (num_tokens * width + num_logits * config.vocab_size),
+            # Logits take memory when the activations of the layers have left it.
+            predicted_bytes=self.target.num_rows * max(num_tokens * width, num_logits * config.vocab_size),
         )
 
     def written(self) -> dict[str, Tensor]:
