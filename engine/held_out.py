@@ -60,6 +60,11 @@ class HeldOut:
         """After which steps: every so many, and the last."""
         return step % self.every == 0 or step == self.last_step
 
+    def await_steps(self) -> None:
+        """Wait asleep for the steps that were issued: their time is not the evaluation's."""
+        self.updated.record(self.lead.lane.stream)
+        self.updated.wait()
+
     @torch.no_grad()
     def measure(self, step: int) -> RealAcceptance:
         """Decode all prompts with the weights of `step`, which was issued in full."""

@@ -170,6 +170,7 @@ class Run:
             self.tell()
 
     def evaluate(self, held_out: HeldOut) -> None:
+        held_out.await_steps()
         since = time.perf_counter()
         best = self.tally.measured(self.step, held_out.measure(self.step))
         # Hosts may round differently, and remember other evaluations: the first one decides.

@@ -35,13 +35,15 @@ def test_the_table_and_the_plot_are_those_of_the_receipts(tmp_path):
     write(tmp_path, "target", None, {"ceiling_share": {"bound": 0.78, "met": True}}, {"ceiling_share": 0.801})
     workspace = {"workspace_bytes": {"bound": 2**31, "met": True}}
     write(tmp_path, "cross-entropy", 0.9, workspace, {"workspace_bytes": 3 * 2**29})
+    write(tmp_path, "observers", 0.998, {"added_percent": {"bound": 0.5, "met": True}}, {"added_percent": 0.2})
     done = run(tmp_path, tmp_path / "bench.svg")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[2] == "| `w27-full` | 7,900 tok/s | 5,000 tok/s | 1.58 | 0.79 floor | ratio 1.58 (goal 1.50) |"
     assert lines[3].startswith("| `w27-var` |") and lines[3].endswith("| **ratio 1.72 (goal 1.80)** |")
     assert lines[4] == "| `target` | 7,900 tok/s | - | - | 0.79 floor | ceiling share 0.80 (goal 0.78) |"
-    assert lines[5].endswith("| workspace 1.50 GiB (goal 2.00 GiB) |") and len(lines) == 6
+    assert lines[5].endswith("| workspace 1.50 GiB (goal 2.00 GiB) |")
+    assert lines[6].startswith("| `observers` |") and len(lines) == 7
     first = (tmp_path / "bench.svg").read_bytes()
     assert b"<svg" in first and len(first) > 2000
     run(tmp_path, tmp_path / "bench.svg")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from draftgraph.engine.build import build
 from draftgraph.engine.config import from_values
 from draftgraph.engine.data.prompts import load_prompts
 from draftgraph.engine.errors import Interrupted, UsageError
-from draftgraph.engine.held_out import prompts_of
+from draftgraph.engine.held_out import HeldOut, prompts_of
 from draftgraph.engine.models.cached_drafter import with_positions
 from draftgraph.engine.models.target import load_model
 from draftgraph.engine.plan import make_plan
@@ -63,6 +64,12 @@ def test_a_run_that_evaluates_trains_the_bits_of_one_that_does_not(tmp_path):
         load_file(tmp_path / name / "checkpoints/step-000006/state.safetensors") for name in ("with", "without")
     )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_steps_that_still_run_are_no_time_of_the_evaluation_that_waits_for_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(HeldOut, "await_steps", lambda self: time.sleep(0.3))
+    _, summary = run(tmp_path, "run")  # three evaluations
+    assert summary["seconds"] - summary["evaluation_seconds"] >= 3 * 0.3
 
 
 def test_the_best_checkpoint_stays_beside_the_newest_also_over_a_resume(tmp_path, monkeypatch):

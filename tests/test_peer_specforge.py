@@ -38,6 +38,15 @@ def test_a_whole_training_follows_specforges_curve(tmp_path):
     assert receipt["ratio"] == receipt["peer"]["seconds"] / receipt["ours"]["seconds"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("specforge") is None, reason="needs the wheel specforge 0.2.0")
+def test_prompts_that_are_missing_are_said_before_anything_trains(tmp_path):
+    (tmp_path / "profile.toml").write_text(to_toml(tiny_profile(tmp_path, optim={"accumulate": 1})))
+    arguments = [str(tmp_path / "profile.toml"), "--prompts", "nothing.jsonl", "--out", str(tmp_path / "out")]
+    done = run(*arguments, script="train_beside_specforge.py")
+    assert done.returncode == 1 and done.stderr.startswith("prompts: cannot read nothing.jsonl")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("specforge") is not None, reason="the wheel is installed")
 def test_without_the_wheel_the_comparison_says_so_and_passes():
     done = run()

@@ -5,6 +5,7 @@ import io
 import json
 import time
 import xml.etree.ElementTree as ET
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +150,23 @@ def test_a_runs_pace_leaves_out_what_it_spent_away_from_its_steps(monkeypatch):
     for step, away in ((2, 1.0), (7, 11.0)):
         pace.look([StepFigures(step, 3.0, None, [], None, None, 0.0, 0)], away)
     assert pace.step_ms == 1000.0
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 4), (2, 5), (9, 11)])
+def test_a_runs_pace_is_predicted_for_the_very_steps_that_were_timed(tmp_path, first, last):
+    plan = plan_of(tmp_path, placement={"targets": ["cuda:0"], "drafters": ["cuda:0"]})
+    ms = {bucket.name: 10.0 * 4**i for i, bucket in enumerate(plan.buckets)}
+    graphs = [(step, name, value) for step in ("target", "drafter") for name, value in ms.items()]
+    rows = [
+        {"step": step, "bucket": name, "eager_ms": None, "replay_ms": value}
+        for step, name, value in [*graphs, ("optimizer", "", 0.5)]
+    ]
+    batches = islice(plan.schedule.at(first * plan.accumulate), (last - first) * plan.accumulate)
+    work = sum(2 * ms[plan.buckets[batch.bucket_index].name] for batch in batches)
+    pace = Pace()
+    pace.first, pace.last = (first, 10.0), (last, 20.0)
+    found = pace.figures(plan, {"devices": [{"name": "NVIDIA H200"}], "graphs": rows})
+    assert found["predicted_step_ms"] == pytest.approx(work / (last - first) + 0.5, rel=2e-3)
 
 
 def test_cards_are_found_by_their_product_names():

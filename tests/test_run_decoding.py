@@ -135,6 +135,17 @@ def test_every_step_depends_on_its_inputs_alone(temperature):
     compare([lane.lane], references)
 
 
+def test_no_layer_holds_the_tokens_of_a_step_that_is_over_and_the_step_with_most_logits_is_captured_first():
+    model = tiny_target("qwen3_5_text")
+    lane = lane_of(model, fresh(4))
+    lane.answer(lane.start(prompts(), NEW))
+    assert all(not {"fed", "written"} & set(vars(cache)) for cache in lane.target.recurrent)
+    assert next(iter(lane.lane.steps)).step == "prefill"
+    model.config.vocab_size = 250_000
+    lane = DecodeLane("eval", lane.target, lane.drafter, NO_STOP, "eager")
+    assert [step.step for step in lane.lane.steps] == ["verify", "draft", "prefill", "one"]
+
+
 def test_rows_without_a_prompt_are_neither_decoded_nor_counted():
     lane = lane_of(tiny_target("qwen3"), fresh(4))
     lane.answer(lane.start(prompts()[:2], NEW))

@@ -1,9 +1,13 @@
 """The live panel: what it shows, where it is drawn, and that lines take its place elsewhere."""
 
 import io
+import json
+import subprocess
+import sys
 import time
 
 import pytest
+from recorded_run import write_run
 from rich.console import Console
 from test_run_health import ROLLS_BACK, not_finite_from
 from tiny import tiny_profile
@@ -13,6 +17,7 @@ from draftgraph.engine.observers import is_terminal
 from draftgraph.engine.progress import PlainLines
 from draftgraph.engine.run.panel import View, clock
 from draftgraph.engine.train import train
+from draftgraph.profiles.load import DATA
 
 GIB = 2**30
 
@@ -119,3 +124,14 @@ def test_a_run_draws_a_panel_in_a_terminal_and_lines_elsewhere(tmp_path, monkeyp
     assert ("draftgraph train: run" in text and "step 6 of 6" in text and "ETA 0:00:00" in text) == panel
     assert ("step 4 of 6: loss " in text) != panel
     assert f"report: {tmp_path}" in text.replace("\n", "")
+
+
+def test_the_panel_of_a_finished_run_is_drawn_from_its_folder(tmp_path):
+    run = write_run(tmp_path / "run", 50)
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt["ours"] |= {"first_step": 0, "real_acceptance": 1.234}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    done = subprocess.run([sys.executable, str(DATA / "draw_panel.py"), str(run), str(tmp_path / "panel.svg")])
+    assert done.returncode == 0
+    drawn = (tmp_path / "panel.svg").read_text()
+    assert "1.234" in drawn and "cuda:1" in drawn

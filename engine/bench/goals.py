@@ -43,9 +43,8 @@ GOALS = {
     "optimizer": [Goal("copy_share", 0.85)],
 }
 # With the target's products in FP8.
-FP8_GOALS = {
+FP8_GOALS = GOALS | {
     "w27-full": [Goal("ratio", 2.0)],
     "w27-var": [Goal("ratio", 2.2), Goal("ratio_inclusive", 1.5)],
-    "w08-var": GOALS["w08-var"],
     "target": [],
 }

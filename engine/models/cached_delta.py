@@ -45,10 +45,12 @@ class CachedDelta:
         return module.out_proj(module.norm(out.reshape(-1, module.head_v_dim), z).reshape(R, n, -1))
 
     def commit(self, num_kept: Tensor) -> None:
-        """Bring both states over the first num_kept [R] tokens of the last forward."""
+        """Bring both states over the first num_kept [R] tokens of the last forward, once."""
         q, k, v, log_decay, strength = self.written
         kept = (torch.arange(q.shape[1], device=q.device) < num_kept[:, None])[..., None]
         _, memory = self.ops.gated_delta_from(q, k, v, log_decay * kept, strength * kept, self.memory)
         self.memory.copy_(memory)
         index = (num_kept[:, None] + self.taps)[:, None].expand(self.convolution.shape)
         self.convolution.copy_(self.fed.gather(2, index))
+        # A graph's pool would hold them for every layer until the layer's next forward.
+        del self.fed, self.written

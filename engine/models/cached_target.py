@@ -103,6 +103,7 @@ class CachedTarget:
         slots: Tensor | None = None,
         visible: Tensor | None = None,
         slot_positions: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run n tokens of every row.
 
@@ -111,6 +112,8 @@ class CachedTarget:
             slots: [R, n] int64, where their keys and values go; default: their positions.
             visible: [R, n, slots] bool, which slots a token sees; default: those up to its own.
             slot_positions: [R, slots] int64, of what the slots hold; default: their numbers.
+            kept: [R], how many of the tokens stay, where it is known before: they are committed layer by layer, which
+                keeps the tokens of one layer in memory, not those of all.
         Returns:
             hidden states [R, n, D] after the last norm; taps [R, n, N*D].
         """
@@ -121,6 +124,8 @@ class CachedTarget:
         for i, (layer, kind, cache) in enumerate(zip(self.decoder.layers, self.kinds, self.caches, strict=True)):
             if isinstance(cache, CachedDelta):
                 x = x + cache.forward(layer.input_layernorm(x))
+                if kept is not None:
+                    cache.commit(kept)
                 out = layer.mlp(layer.post_attention_layernorm(x))
                 x = x + (out[0] if isinstance(out, tuple) else out)
             else:

@@ -6,10 +6,10 @@ from typing import Any
 
 from draftgraph.engine.plan import Plan
 from draftgraph.engine.predict.costs import costs
-from draftgraph.engine.predict.simulate import simulate
+from draftgraph.engine.predict.simulate import WARM_STEPS, simulate
 from draftgraph.engine.run.metrics import StepFigures
 
-MOST_STEPS = 300  # simulated
+MOST_STEPS = 2_000  # simulated
 
 
 class Pace:
@@ -42,8 +42,12 @@ class Pace:
         known = costs(plan, evidence, None)
         if measured is not None and known is not None:
             assert self.first is not None and self.last is not None
-            num_steps = min(MOST_STEPS, self.last[0] - self.first[0])
-            predicted = simulate(known, num_steps=num_steps + 1, first_step=self.first[0], hosts=plan.hosts).step_ms
+            begin = max(0, self.first[0] - WARM_STEPS)
+            # Those that were timed, behind a few that bring the lanes into their rhythm.
+            warm, timed = self.first[0] - begin, min(MOST_STEPS, self.last[0] - self.first[0])
+            predicted = simulate(
+                known, num_steps=warm + timed, hosts=plan.hosts, first_step=begin, warm_steps=warm
+            ).step_ms
         return {
             "step_ms": measured,
             "predicted_step_ms": predicted,

@@ -165,6 +165,7 @@ def simulate(
     accumulate: int | None = None,
     hosts: int = 1,
     first_step: int | None = None,
+    warm_steps: int = WARM_STEPS,
     clock: Clock | None = None,
 ) -> Outcome:
     """Run one host's scheduler for some steps; the others do the same beside it.
@@ -174,6 +175,7 @@ def simulate(
         reuse, accumulate: default: the profile's; `accumulate` is of all hosts.
         first_step: train on the micro-batches of the run from this step on; default: on as few as there are, in an
             epoch's proportions.
+        warm_steps: of `num_steps`, how many come before what is timed.
         clock: default: a virtual one.
     """
     plan = costs.plan
@@ -192,7 +194,7 @@ def simulate(
     scheduler = Scheduler(rig, source, plan.lengths, reuse, local, 0)
     scheduler.meter.every = 1
     ends = [SimulatedEvent(clock) for _ in range(num_steps)]
-    warm = min(WARM_STEPS, num_steps - 1)
+    warm = min(warm_steps, num_steps - 1)
     begin, before, taken = 0.0, [0.0] * len(devices), 0
     for number, end in enumerate(ends):
         scheduler.step()

@@ -114,13 +114,13 @@ class DecodeLane:
         self.generator = torch.Generator(device).manual_seed(0)
         self.lane = Lane(name, device, mode)  # type: ignore[arg-type]
         self.late = LateFigures(1, device, IN_FLIGHT)
-        for step, run, tokens in (
-            ("prefill", self.prefill, CHUNK),
-            ("verify", self.verify, self.block_size),
-            ("draft", self.draft, 0),
-            *([("one", self.one, 1)] if one_token else []),
+        for step, run, tokens, logits in (
+            ("prefill", self.prefill, CHUNK, 1),
+            ("verify", self.verify, self.block_size, self.block_size),
+            ("draft", self.draft, 0, self.block_size - 1),
+            *([("one", self.one, 1, 1)] if one_token else []),
         ):
-            self.lane.add(self.step(step, run, tokens))
+            self.lane.add(self.step(step, run, tokens, logits))
 
     # What is captured.
 
@@ -195,8 +195,7 @@ class DecodeLane:
 
     def forward(self, tokens: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
         """Run tokens of which `kept` are known to stay, and remember them."""
-        hidden, taps = self.target.forward(tokens, positions)
-        self.target.commit(kept)
+        hidden, taps = self.target.forward(tokens, positions, kept=kept)
         self.drafter.append(taps, positions)
         return hidden
 
@@ -269,8 +268,10 @@ class DecodeLane:
 
     # What verifies it.
 
-    def step(self, name: str, run: Callable[[], None], num_tokens: int) -> Step:
+    def step(self, name: str, run: Callable[[], None], num_tokens: int, num_logits: int) -> Step:
+        """A step in which a row takes so many tokens through the target's layers, and so many rows of logits."""
         config = self.target.config
+        width = 4 * (config.hidden_size + getattr(config, "intermediate_size", 4 * config.hidden_size))
         return Step(
             step=name,
             bucket="",
@@ -278,7 +279,8 @@ class DecodeLane:
             inputs=self.inputs(),
             outputs={**self.written(), **self.target.tensors, **self.drafter.tensors},
             fill=self.fill,
-            predicted_bytes=self.target.num_rows * num_tokens * (config.hidden_size + config.vocab_size),
+            # Logits take memory when the activations of the layers have left it.
+            predicted_bytes=self.target.num_rows * max(num_tokens * width, num_logits * config.vocab_size),
         )
 
     def written(self) -> dict[str, Tensor]:

@@ -42,8 +42,8 @@ class TreeLane(DecodeLane):
         self.tree = Tree(*(torch.zeros(shape, dtype=torch.int64, device=target.device) for _ in range(3)))
         super().__init__(name, target, drafter, stops, mode)
         self.room += budget
-        self.lane.add(self.step("draft tree", self.draft_tree, 0))
-        self.lane.add(self.step("verify tree", self.verify_tree, 1 + budget))
+        self.lane.add(self.step("draft tree", self.draft_tree, 0, self.block_size - 1))
+        self.lane.add(self.step("verify tree", self.verify_tree, 1 + budget, 1 + budget))
 
     @torch.no_grad()
     def draft_tree(self) -> None:

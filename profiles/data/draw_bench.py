@@ -13,8 +13,8 @@ from typing import Any
 
 PROFILES = Path(__file__).parents[1]
 # In the order of the README; what has no receipt is left out.
-ORDER = ("w27-full", "w27-full-fp8", "w27-var", "w27-var-fp8", "w08-var", "target", "target-fp8")
-KERNELS = ("attention", "cross-entropy", "optimizer")
+ORDER = ("w27-full", "w27-full-fp8", "w27-var", "w27-var-fp8", "w08-var", "w08-var-fp8", "target", "target-fp8")
+OTHERS = ("overlap", "overlap-fp8", "attention", "cross-entropy", "optimizer", "observers", "observers-fp8")
 
 
 def receipts(folder: Path) -> dict[str, dict[str, Any]]:
@@ -24,7 +24,7 @@ def receipts(folder: Path) -> dict[str, dict[str, Any]]:
         SystemExit: one was not measured on a GPU, or not in full.
     """
     found = {}
-    for name in (*ORDER, *KERNELS):
+    for name in (*ORDER, *OTHERS):
         path = folder / f"bench-{name}.json"
         if path.is_file():
             found[name] = json.loads(path.read_text())

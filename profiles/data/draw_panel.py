@@ -37,6 +37,7 @@ def main(run: Path, out: Path) -> None:
         step=last["step"],
         loss=ours["loss_last"],
         acceptance=ours["acceptance_after"],
+        real_acceptance=ours.get("real_acceptance"),
         tokens_per_s=ours["real_tokens_per_s"],
         skipped=last["skipped"],
         started=time.monotonic() - ours["seconds"],

@@ -32,6 +32,8 @@ from draftgraph.engine.build import DTYPES
 from draftgraph.engine.cli import main as draftgraph
 from draftgraph.engine.config import Profile, load_profile
 from draftgraph.engine.data.collate import collate
+from draftgraph.engine.data.prompts import load_prompts
+from draftgraph.engine.errors import DraftgraphError
 from draftgraph.engine.models.drafter import Drafter
 from draftgraph.engine.models.export import export_drafter
 from draftgraph.engine.models.released import initialise
@@ -176,6 +178,11 @@ def compare(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile, ["eval.every=0", *args.assignments])
     if (profile.optim.accumulate, profile.drafter.reuse, len(profile.placement.drafters)) != (1, 1, 1):
         sys.exit("the profile needs optim.accumulate = 1, drafter.reuse = 1 and one drafter")
+    try:
+        for prompts in args.prompts:  # read before minutes are spent
+            load_prompts(prompts, args.num_prompts)
+    except DraftgraphError as error:
+        sys.exit(str(error))
     out = Path(args.out)
     our_losses, our_figures = ours(profile, out)
     peer_losses, peer_figures = theirs(make_plan(profile), peer, out)
