@@ -309,6 +309,17 @@ def main(arguments: list[str] | None = None) -> int:
     # Outside a run, where nothing is left to write, SIGTERM ends a command as SIGINT does; `train` handles both.
     previous = signal.signal(signal.SIGTERM, stop)
     try:
+        return run(args, console)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """One command, with what it says at its end; returns the exit status."""
+    try:
         summary = args.command_function(args, console)
     except DraftgraphError as error:
         console.print(Text.assemble(("error: ", "bold red"), str(error)))
@@ -318,11 +329,6 @@ def main(arguments: list[str] | None = None) -> int:
         where = f": {error.filename}" if error.filename else ""
         console.print(Text.assemble(("error: ", "bold red"), f"{error.strerror or error}{where}; free or change it"))
         return RunError.exit_status
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     if args.json:
         print(json.dumps(summary))
     elif args.command != "demo":  # which tells its own story

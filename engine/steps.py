@@ -23,7 +23,7 @@ from draftgraph.engine.report.page import AS_WARM
 from draftgraph.engine.run import checkpoint, signals
 from draftgraph.engine.run.equality import EqualityCheck
 from draftgraph.engine.run.health import Health
-from draftgraph.engine.run.host import HostMemory, training_and
+from draftgraph.engine.run.host import HostMemory, frozen_heap, training_and
 from draftgraph.engine.run.hosts import Hosts, LostHost
 from draftgraph.engine.run.idle import p99_ms
 from draftgraph.engine.run.metrics import LateFigures, Tally, mean
@@ -106,7 +106,7 @@ class Run:
         loading = self.engine.loader(first_micro_step // self.profile.drafter.reuse)
         with closing(self.tally), loading as (loader, rig), self.writer:
             self.begin(loader, rig, first_micro_step)
-            with self.observers.steady(self.first_step):
+            with self.observers.steady(self.first_step), frozen_heap():
                 try:
                     self.all_steps()
                 except (DataError, LostHost):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 from tiny import tiny_profile
 
 from draftgraph.engine.run import host
-from draftgraph.engine.run.host import MIB, HostMemory, private_bytes
+from draftgraph.engine.run.host import MIB, HostMemory, frozen_heap, private_bytes
 from draftgraph.engine.train import train
 
 # Takes 64 MiB more at every line that it reads.
@@ -67,3 +68,33 @@ def test_after_a_run_handles_threads_and_processes_are_as_before(tmp_path):
     summary = train(profile, tmp_path / "second", False, Console(quiet=True))
     assert resources() == before
     assert abs(summary["host_memory_growth_bytes"]) < 64 * MIB
+
+
+def test_garbage_of_steps_is_collected_however_large_the_heap_is_that_the_run_was_built_from():
+    built = [[number] for number in range(400_000)]
+    gc.collect()
+
+    class Node:
+        alive = 0
+
+        def __init__(self):
+            self.itself = self
+            Node.alive += 1
+
+        def __del__(self):
+            Node.alive -= 1
+
+    def most_alive() -> int:
+        most, recent = 0, deque(maxlen=5_000)  # outlive the youngest generations
+        for _ in range(90_000):
+            recent.append(Node())
+            most = max(most, Node.alive)
+        return most
+
+    with frozen_heap():
+        assert gc.get_freeze_count() > len(built)
+        frozen = most_alive()
+    gc.collect()
+    assert gc.get_freeze_count() == 0 and Node.alive == 0
+    assert frozen < most_alive()
+    gc.collect()

@@ -41,7 +41,7 @@ class Scheduler:
         self.bucket = rig.buckets[0]
         self.meter = Meter(rig.lanes, most_marks=3 * accumulate + 8)
         self.late = HOST  # why a lane that has nothing to do has nothing to do
-        self.data_waits: deque[float] = deque(maxlen=100_000)  # seconds, the last ones
+        self.data_waits: deque[float] = deque(maxlen=10_000)  # seconds, the last ones
         self.replays: dict[str, int] = {}
         self.real_tokens = 0
         self.look_ahead_waits = 0
