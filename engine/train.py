@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,9 +45,11 @@ def readable_errors(plan: Plan) -> Iterator[None]:
         # The CPU's allocator raises a plain RuntimeError, and so does the driver.
         refused = "can't allocate memory" in first or "CUDA error: out of memory" in first
         if refused or isinstance(error, torch.OutOfMemoryError | MemoryError):
+            named = re.search(r"GPU (\d+) has a total", str(error))
+            device = resolve_device(f"cuda:{named[1]}" if named else plan.profile.placement.targets[0])
             raise CaptureError(
                 f"a device ran out of memory: {first} Lower buckets.context_tokens, buckets.draft_tokens or "
-                "drafter.chunk_slots, or place fewer roles on the device"
+                f"drafter.chunk_slots, or place fewer roles on the device: {advice(plan, device)}"
             ) from error
         if isinstance(error, torch.AcceleratorError):
             raise RunError(

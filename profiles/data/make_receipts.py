@@ -40,16 +40,18 @@ class Part:
 PARTS = {
     "kernels": Part(
         "attention, cross-entropy and optimizer beside their peers and floors",
-        240,
+        420,
         ("bench attention cross-entropy optimizer",),
     ),
-    "27b": Part("training steps and extraction at 27B shapes", 560, ("bench target w27-full w27-var",)),
-    "27b-fp8": Part(
-        "the same with the target in FP8", 560, ("bench target w27-full w27-var --set target.precision=fp8",)
+    "27b": Part("extraction and full rows at 27B shapes", 760, ("bench target w27-full",)),
+    "27b-var": Part("rows of every length at 27B shapes", 1200, ("bench w27-var",)),
+    "27b-fp8": Part("full rows with the target in FP8", 760, ("bench target w27-full --set target.precision=fp8",)),
+    "27b-var-fp8": Part(
+        "rows of every length with the target in FP8", 1200, ("bench w27-var --set target.precision=fp8",)
     ),
-    "0.8b": Part("training steps at 0.8B shapes", 400, ("bench w08-var",)),
-    "observers": Part("what watching a run costs", 240, ("bench observers",)),
-    "overlap": Part("target and drafter on one GPU, at once or in turn", 300, ("bench overlap",)),
+    "0.8b": Part("rows of every length at 0.8B shapes", 840, ("bench w08-var",)),
+    "observers": Part("what watching a run costs", 330, ("bench observers",)),
+    "overlap": Part("target and drafter on one GPU, at once or in turn", 1260, ("bench overlap",)),
     "run-0.8b": Part(
         "650 steps of qwen3.5-0.8b-1gpu with evaluation and all observers; a second warm-up over its caches",
         580,
@@ -67,7 +69,7 @@ PARTS = {
     ),
     "loss": Part(
         "losses of 200 steps of smollm2-gpu: kernels, their PyTorch twins, another seed, FP8",
-        500,
+        400,
         (
             f"prepare {shlex.quote(str(DATA / 'smollm2-code.jsonl'))} --target smollm2 --out runs/demo/shards "
             "--block-size 8 --max-context 512",
