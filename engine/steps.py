@@ -104,9 +104,9 @@ class Run:
         """All steps and what they write; returns seconds, and those of this thread's CPU."""
         first_micro_step = self.first_step * self.plan.accumulate
         loading = self.engine.loader(first_micro_step // self.profile.drafter.reuse)
-        with closing(self.tally), loading as (loader, rig), self.writer:
+        with closing(self.tally), loading as (loader, rig), self.writer, frozen_heap():
             self.begin(loader, rig, first_micro_step)
-            with self.observers.steady(self.first_step), frozen_heap():
+            with self.observers.steady(self.first_step):
                 try:
                     self.all_steps()
                 except (DataError, LostHost):
