@@ -105,7 +105,8 @@ def one_round(folder: Path, seed: int, counts: Counts) -> None:
             lost = logged(run) - (checkpoint.step_of(found[-1]) if found else 0)
             counts.lost_steps_max = max(counts.lost_steps_max, lost)
             assert lost <= 2 * every + 1, f"{lost} steps lost, a checkpoint every {every}"
-            if len(found) > 1 and dice.random() < 0.2:
+            # One is to be left, of a run that may have been damaged before.
+            if len(found) > 1 and dice.random() < 0.2 and intact(found[-2]):
                 damage(dice.choice(list(found[-1].iterdir())), dice)
                 counts.damaged += 1
     if process.exitcode != 0:
@@ -118,6 +119,14 @@ def one_round(folder: Path, seed: int, counts: Counts) -> None:
 def resumed_far(run: Path) -> bool:
     """Its handlers are in place: the loader has started, and it trains."""
     return bool(checkpoint.found(run / "checkpoints"))
+
+
+def intact(path: Path) -> bool:
+    try:
+        checkpoint.verify(path)
+    except checkpoint.Damage:
+        return False
+    return True
 
 
 def damage(path: Path, dice: random.Random) -> None:
