@@ -29,6 +29,10 @@ def test_receipts_and_run_folders_come_back_whatever_became_of_the_rest(tmp_path
         path.name for path in (out / "tiny-run").iterdir()
     }
     assert not (out / "tiny-run" / "checkpoints").exists() and "nowhere" in (out / "tiny.log").read_text()
+    others = (f"warmup {tmp_path}/tiny.toml --run warmed", f"trace {tmp_path}/tiny.toml --run traced --steps 2")
+    assert make("others", Part("", 120, others), out, work) == "done"
+    assert (out / "others-warmed" / "warmup.json").is_file() and (out / "others-traced" / "trace.json").is_file()
+    assert not list(out.rglob("steps.*"))
     assert make("slow", Part("", 1, ("bench attention",)), out, work) == "ended after 1 s"
 
 

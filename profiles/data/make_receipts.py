@@ -4,7 +4,7 @@
     python profiles/data/make_receipts.py run-0.8b kernels --out receipts
 
 Each is made by commands of its own processes, under a time limit, in a working folder; what they print goes to
-OUT/NAME.log. Receipts, and a run's folder without its weights, are copied to OUT as soon as they are there, whether the
+OUT/NAME.log. Receipts, and run folders without what is large, are copied to OUT as soon as they are there, whether the
 rest went well or not. Exit status 1 where one failed. Where the sources are no git checkout, DRAFTGRAPH_COMMIT says
 which commit they are. The peers need `pip install --no-deps specforge==0.2.0`, `demo` the extra of that name.
 """
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DATA = Path(__file__).resolve().parent
-WEIGHTS = ("checkpoints", "*.safetensors", "wandb", "tensorboard", "shards")  # of a run folder, left behind
+# Of a run folder, left behind; steps.* are recordings of whole traces.
+LARGE = ("checkpoints", "*.safetensors", "wandb", "tensorboard", "shards", "steps.*")
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ def make(name: str, part: Part, out: Path, work: Path) -> str:
                 break
     for receipt in [*folder.glob("*.json"), *folder.glob("bench/*.json")]:
         shutil.copy(receipt, out)
-    for run in (path.parent for path in folder.glob("*/profile.toml")):
-        shutil.copytree(run, out / f"{name}-{run.name}", dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHTS))
+    # Of a training, of a warm-up alone, or of a trace.
+    for run in {path.parent for path in folder.glob("*/*.json")} - {folder / "bench"}:
+        shutil.copytree(run, out / f"{name}-{run.name}", dirs_exist_ok=True, ignore=shutil.ignore_patterns(*LARGE))
     return status
 
 
