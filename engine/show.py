@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 SHORT = 10  # characters of a cell that is a figure
+LONG = 20  # characters of a word, such as a path, that may be cut in two
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -50,7 +51,7 @@ def summary_table(title: str, values: dict[str, Any]) -> Table:
 def columns_table(title: str, rows: list[dict[str, str]]) -> Table:
     """Rows of ready texts under the keys of the first; the first column is a name, the others are figures.
 
-    A figure is shown whole in any terminal; headers and longer texts wrap between words.
+    A figure is shown whole in a terminal of 80 columns; headers and longer texts wrap between words, long words inside.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(rows[0]):
@@ -58,7 +59,8 @@ def columns_table(title: str, rows: list[dict[str, str]]) -> Table:
         header = fill(name, max(widest, 1), break_long_words=False, break_on_hyphens=False)
         justify: JustifyMethod = "right" if index else "left"
         word = max(len(word) for text in (name, *(row[name] for row in rows)) for word in text.split() or [""])
-        table.add_column(header, justify=justify, min_width=word, no_wrap=widest <= SHORT, overflow="fold")
+        # NOTE: rich cuts off, without a sign, what the least widths leave no room for.
+        table.add_column(header, justify=justify, min_width=min(word, LONG), no_wrap=widest <= SHORT, overflow="fold")
     for row in rows:
         table.add_row(*row.values())
     return table
@@ -130,10 +132,10 @@ def sizes(row: dict[str, Any]) -> dict[str, str]:
 
 
 def holdings(graphs: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Per family, how many kernels the first, largest graph of every step of every lane holds."""
+    """Per family, how many kernels the first, largest graph of every kind of step holds; lanes of a kind are alike."""
     largest: dict[str, dict[str, int]] = {}
     for row in graphs:
-        largest.setdefault(step_cells(row)["step"], row["families"] or {})
+        largest.setdefault(row["step"], row["families"] or {})
     totals = {name: sum(counts.get(name, 0) for counts in largest.values()) for c in largest.values() for name in c}
     return [
         {"family": name.replace("_", " ")} | {step: cell("", counts.get(name, 0)) for step, counts in largest.items()}

@@ -14,6 +14,7 @@ from tiny import tiny_profile
 
 from draftgraph.engine.run import host
 from draftgraph.engine.run.host import MIB, HostMemory, frozen_heap, private_bytes
+from draftgraph.engine.steps import Run
 from draftgraph.engine.train import train
 
 # Takes 64 MiB more at every line that it reads.
@@ -98,3 +99,15 @@ def test_garbage_of_steps_is_collected_however_large_the_heap_is_that_the_run_wa
     assert gc.get_freeze_count() == 0 and Node.alive == 0
     assert frozen < most_alive()
     gc.collect()
+
+
+def test_the_heap_is_frozen_before_the_time_of_the_steps_begins(tmp_path, monkeypatch):
+    frozen, begin = [], Run.begin
+
+    def noting(run, *args):
+        frozen.append(gc.get_freeze_count())
+        begin(run, *args)
+
+    monkeypatch.setattr(Run, "begin", noting)
+    train(tiny_profile(tmp_path), tmp_path / "run", False, Console(quiet=True))
+    assert frozen[0] > 0 and gc.get_freeze_count() == 0

@@ -4,12 +4,14 @@
     python profiles/data/make_receipts.py run-0.8b kernels --out receipts
 
 Each is made by commands of its own processes, under a time limit, in a working folder; what they print goes to
-OUT/NAME.log. Receipts, and a run's folder without its weights, are copied to OUT as soon as they are there, whether the
-rest went well or not. Exit status 1 where one failed. Where the sources are no git checkout, DRAFTGRAPH_COMMIT says
-which commit they are. The peers need `pip install --no-deps specforge==0.2.0`, `demo` the extra of that name.
+OUT/NAME.log. Receipts are copied to OUT as soon as they are there, run folders without what is large at the end of a
+part, whether it went well or not. Exit status 1 where one failed. Where the sources are no git checkout,
+DRAFTGRAPH_COMMIT says which commit they are. The peers need `pip install --no-deps specforge==0.2.0`, `demo` the extra
+of that name.
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
@@ -22,13 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DATA = Path(__file__).resolve().parent
-WEIGHTS = ("checkpoints", "*.safetensors", "wandb", "tensorboard", "shards")  # of a run folder, left behind
+# Of a run folder, left behind; steps.* are recordings of whole traces.
+LARGE = ("checkpoints", "*.safetensors", "wandb", "tensorboard", "shards", "steps.*")
 
 
 @dataclass(frozen=True)
 class Part:
     """Args:
-    seconds: after which its commands are ended; on one NVIDIA H200 they take about half of it.
+    seconds: after which its commands are ended; on one NVIDIA H200 they are expected to take about half of it.
     commands: what follows `draftgraph`, or a script of this folder's parent, one after the other.
     """
 
@@ -94,9 +97,11 @@ def make(name: str, part: Part, out: Path, work: Path) -> str:
             process = subprocess.Popen(
                 started, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
-            try:
-                process.wait(timeout=max(ends - time.monotonic(), 1.0))
-            except subprocess.TimeoutExpired:
+            while process.poll() is None and time.monotonic() < ends:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1.0)
+                copy_receipts(folder, out)
+            if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 status = f"ended after {part.seconds} s"
@@ -104,11 +109,17 @@ def make(name: str, part: Part, out: Path, work: Path) -> str:
             if process.returncode:
                 status = f"status {process.returncode}"
                 break
+    copy_receipts(folder, out)
+    # Of a training, of a warm-up alone, or of a trace.
+    for run in {path.parent for path in folder.glob("*/*.json")} - {folder / "bench"}:
+        shutil.copytree(run, out / f"{name}-{run.name}", dirs_exist_ok=True, ignore=shutil.ignore_patterns(*LARGE))
+    return status
+
+
+def copy_receipts(folder: Path, out: Path) -> None:
+    """Also while a command goes on, of which nothing else may be left."""
     for receipt in [*folder.glob("*.json"), *folder.glob("bench/*.json")]:
         shutil.copy(receipt, out)
-    for run in (path.parent for path in folder.glob("*/profile.toml")):
-        shutil.copytree(run, out / f"{name}-{run.name}", dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHTS))
-    return status
 
 
 def main() -> int:
