@@ -100,15 +100,15 @@ def softmax_gradient_kernel(logits, labels, log_sum, weights, V, BLOCK_N: tl.con
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < V
     address = logits + row * V + columns
-    x = tl.load(address, mask=inside, other=0.0)
     weight, label, log_total = tl.load(weights + row), tl.load(labels + row), tl.load(log_sum + row)
     if weight == 0.0:
         # Zero whatever its logits hold.
         tl.store(address, tl.zeros((BLOCK_N,), logits.dtype.element_ty), mask=inside)
     else:
         # To the bits of `cross_entropy_gradient_kernel`.
+        x = tl.load(address, mask=inside, other=0.0).to(tl.float32)
         shift = tl.log2(weight) - LOG2_E * log_total
-        gradient = exp(x.to(tl.float32), shift) - tl.where(columns == label, weight, 0.0)
+        gradient = exp(x, shift) - tl.where(columns == label, weight, 0.0)
         tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
 
 

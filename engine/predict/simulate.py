@@ -221,7 +221,7 @@ def simulate(
         tokens_per_s=float(1e3 * tokens / step_ms),
         busy={d.name: (d.busy_until(finish) - b) / span for d, b in zip(devices, before, strict=True)},
         lanes=scheduler.meter.shares() or {},
-        data_wait_ms=1e3 * sum(scheduler.data_waits) / num_steps,
+        data_wait_ms=1e3 * float(np.mean(scheduler.data_waits)) * len(source.taken) / num_steps,
         timeline=[i for d in devices for i in d.record if begin <= i.start_ms],
     )
 
