@@ -42,12 +42,15 @@ def open_run(folder: Path, own: Path, plan: Plan, resume: bool, console: Console
     if resume:
         say = teller(console)
         newest = checkpoint.newest(checkpoints, say)
-        checkpoint.check_identity(newest, plan.identity, say)
+        changes: list[str] = []
+        checkpoint.check_identity(newest, plan.identity, changes.append)
         if checkpoint.step_of(newest) >= plan.profile.run.steps:
             raise RunError(
                 f"the run in {folder} is complete ({newest.name}); evaluate or export it, or go on with --resume --set "
                 "run.steps=MORE"
             )
+        for change in changes:
+            say(change)
     try:
         write_text(profile_file, to_toml(plan.profile))
     except OSError as error:

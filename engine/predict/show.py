@@ -24,9 +24,10 @@ def show_plan(console: Console, values: Row) -> None:
     console.print(columns_table(f"Predicted memory in {unit}; the pool is an estimate", memory))
     switch = values["recompute"]
     at_rate = f" ({switch['costs_ms']:.2f} ms at {switch['at_tflops']:.0f} TFLOP/s)" if switch["at_tflops"] else ""
+    saves = bytes_text(switch["saves_bytes"]) if switch["saves_bytes"] > 0 else "nothing"
     console.print(
         f"drafter.recompute is {'on' if switch['on'] else 'off'}: on, a micro-step of {switch['bucket']} keeps "
-        f"{bytes_text(switch['saves_bytes'])} less and takes {switch['costs_flop_share']:.1%} more FLOPs{at_rate}.\n"
+        f"{saves} less and takes {switch['costs_flop_share']:.1%} more FLOPs{at_rate}.\n"
     )
     if not times:
         return

@@ -216,19 +216,20 @@ def check_identity(path: Path, identity: Mapping[str, Any], say: Callable[[str],
     scalars = read_scalars(path)
     made_of, ours = UNSAID | leaves({key: scalars.get(key) for key in identity}), leaves(identity)
     different = [key for key in {**ours, **made_of} if made_of.get(key) != ours.get(key)]
-    for key in (key for key in different if key in CHANGEABLE):
-        was = made_of.get(key)
-        say(f"{key} is {ours[key]!r}, was {was!r} at {path.name}: from here on not the bits of an unbroken run")
     refused = [
         f"{key} = {made_of.get(key)!r} (the profile gives {ours.get(key)!r})"
         for key in different
         if key not in CHANGEABLE
     ]
     if refused:
+        rows = ", over the rows that it was made with" if "data" in different else ""
         raise RunError(
-            f"checkpoint {path} was made with {', '.join(refused)}; resume with the run's own profile.toml, or start "
-            "a new run"
+            f"checkpoint {path} was made with {', '.join(refused)}; resume with the run's own profile.toml{rows}, or "
+            "start a new run"
         )
+    for key in different:
+        was = made_of.get(key)
+        say(f"{key} is {ours[key]!r}, was {was!r} at {path.name}: from here on not the bits of an unbroken run")
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

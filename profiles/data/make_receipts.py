@@ -134,6 +134,8 @@ def main() -> int:
         return 0
     if unknown := [name for name in args.parts if name not in PARTS]:
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is a file; name a folder")
     args.out.mkdir(parents=True, exist_ok=True)
     ended = {}
     with tempfile.TemporaryDirectory() as work:
@@ -141,7 +143,8 @@ def main() -> int:
             started = time.monotonic()
             print(f"{name}: {PARTS[name].about}", flush=True)
             ended[name] = make(name, PARTS[name], args.out.resolve(), Path(work))
-            print(f"{name}: {ended[name]}, {time.monotonic() - started:.0f} s", flush=True)
+            told = "" if ended[name] == "done" else f", see {args.out / name}.log"
+            print(f"{name}: {ended[name]}{told}, {time.monotonic() - started:.0f} s", flush=True)
     return 1 if any(status != "done" for status in ended.values()) else 0
 
 
