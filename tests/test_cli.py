@@ -10,7 +10,6 @@ import jsonschema
 import matplotlib
 import pytest
 import tomli_w
-from rich.console import Console
 from test_data_template import chat_tokenizer
 from tiny import profile_values, write_target
 
@@ -344,14 +343,3 @@ def test_a_run_exports_and_the_export_reads_back(tmp_path, capsys):
         main(["export", str(tmp_path / "drafter"), "--target", write_target(tmp_path), "--out", str(tmp_path / "b")])
         == 0
     )
-
-
-def test_a_signal_while_an_error_is_told_ends_the_command_as_at_any_other_time(capsys, monkeypatch):
-    told = Console.print
-
-    def interrupted_once(self, *what, **how):
-        monkeypatch.setattr(Console, "print", told)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Console, "print", interrupted_once)
-    assert failure(capsys, "plan", "nowhere") == (130, "interrupted")

@@ -7,10 +7,12 @@ import signal
 
 import pytest
 import tomli_w
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny import profile_values
 from victim import errors, finish, logged, resumable, start, wait_for
 
+from draftgraph.engine.cli import main
 from draftgraph.engine.errors import RunError
 from draftgraph.engine.run import checkpoint
 from draftgraph.engine.run.metrics import HEAD, Tally
@@ -149,3 +151,15 @@ def test_a_run_folder_that_becomes_read_only_ends_the_run_and_the_good_checkpoin
     (run / "checkpoints").chmod(0o700)
     assert finish(start(job[0], run)) == 0
     assert_unbroken(job, run)
+
+
+def test_a_signal_while_an_error_is_told_ends_the_command_as_at_any_other_time(capsys, monkeypatch):
+    told = Console.print
+
+    def interrupted_once(self, *what, **how):
+        monkeypatch.setattr(Console, "print", told)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Console, "print", interrupted_once)
+    assert main(["plan", "nowhere"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
