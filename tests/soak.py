@@ -168,7 +168,7 @@ def fuzz(count: int, trouble: Counter[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-show-statistics", *(str(here / t) for t in FUZZED)]
     result = subprocess.run(command, env={**os.environ, "FUZZ": each}, capture_output=True, text=True)
     if result.returncode != 0:
-        trouble["fuzzing failed: " + result.stdout[-2000:]] += 1
+        trouble["fuzzing failed, see above"] += 1
         print(result.stdout[-8000:], flush=True)
     return sum(map(int, re.findall(r"(\d+) passing,", result.stdout)))
 

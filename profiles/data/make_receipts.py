@@ -1,4 +1,4 @@
-"""Makes the receipts of `profiles/results` that need a GPU, by name: every figure of the README, measured again.
+"""Makes the receipts of `profiles/results` that need a GPU, by name.
 
     python profiles/data/make_receipts.py --list
     python profiles/data/make_receipts.py run-0.8b kernels --out receipts
