@@ -51,8 +51,6 @@ def test_a_run_that_evaluates_stays_as_warm_up_left_it_and_measures_what_an_eage
     assert summary["steady_state"] == "as warm-up left it"
     _, eager = run(tmp_path, "eager", "float32", mode="eager", family=family, **options)
     assert all(torch.equal(captured[name], eager[name]) for name in captured)
-    lines = [
-        [json.loads(line).get("real_acceptance") for line in (tmp_path / name / "metrics.jsonl").open()]
-        for name in ("captured", "eager")
-    ]
+    metrics = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("captured", "eager")]
+    lines = [[json.loads(line).get("real_acceptance") for line in each] for each in metrics]
     assert lines[0] == lines[1] and sum(value is not None for value in lines[0]) == 4

@@ -30,7 +30,9 @@ def test_a_captured_run_that_is_watched_waits_for_nothing_and_trains_the_same_bi
     assert summary["steady_state"] == "as warm-up left it" and summary["log_messages_dropped"] == 0
     assert "cuda:0: flat: 0 MiB over" in summary["device_memory"]
     logged = [line for line in told("log") if "loss" in line]
-    assert len(logged) == 120 and told("log")[-1]["host/used_bytes"] > 0
+    assert len(logged) == 120
+    # A step may be faster than the next sample.
+    assert any(line.get("host/used_bytes", 0) > 0 for line in told("log"))
     assert any(line.get("cuda:0/used_bytes", 0) > 0 for line in told("log"))
     bare(tmp_path, **RUN)
     left, right = (load_file(tmp_path / name / STATE) for name in ("watched", "bare"))

@@ -15,7 +15,7 @@ from draftgraph.engine.errors import UsageError
 from draftgraph.engine.report.curves import BINS, Curve
 from draftgraph.engine.report.page import write_report
 from draftgraph.engine.report.record import read_run
-from draftgraph.engine.report.svg import ticks
+from draftgraph.engine.report.svg import Line, Plot, Point, bar_plot, line_plot, ticks
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -189,3 +189,15 @@ def test_the_command_writes_it_again_and_refuses_what_is_no_run(tmp_path, capsys
     assert "holds no run" in capsys.readouterr().err
     with pytest.raises(UsageError):
         write_report(run, tmp_path)
+
+
+def numbers_of_the_y_axis(drawing):
+    return re.findall(r'<text class="y"[^>]*>([^<]*)</text>', drawing)
+
+
+def test_an_axis_says_no_number_twice_and_bars_of_zeros_stand_on_zero():
+    plot = Plot("acceptance", "step", "tokens")
+    points = [Point(step, value, value, value) for step, value in enumerate((1.0, 1.0001, 1.0))]
+    shown = numbers_of_the_y_axis(line_plot(plot, [Line("run", points)]))
+    assert len(shown) >= 3 and len(set(shown)) == len(shown)
+    assert numbers_of_the_y_axis(bar_plot(plot, ["1", "2"], [("run", [0.0, 0.0])]))[0] == "0"

@@ -6,12 +6,12 @@ the page.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 520, 260
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 76, 14, 14, 40
 NUM_COLOURS = 8
 HOVERS = 60  # places of a plot that say their figures
 
@@ -78,7 +78,9 @@ class _Axes:
         self.plot = plot
         self.x0, self.x1 = x if x[0] < x[1] else (x[0] - 0.5, x[0] + 0.5)
         low, high = (min(0.0, y[0]), y[1]) if plot.from_zero else y
-        margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+        # Of figures that are all but equal, four digits on the axis would say the same.
+        flat = high - low <= 2e-3 * max(abs(low), abs(high))
+        margin = (0.1 * abs(high) or 1.0) if flat else 0.06 * (high - low)
         # The names of shades stand above the lines.
         self.y0, self.y1 = low if plot.from_zero else low - margin, high + (3 if plot.shades else 1) * margin
 
@@ -174,7 +176,7 @@ def bar_plot(plot: Plot, names: Sequence[str], groups: Sequence[tuple[str, Seque
     counted = [value for _, values in groups for value in values if value is not None]
     if not counted:
         return ""
-    axes = _Axes(plot, (-0.5, len(names) - 0.5), (min(0.0, *counted), max(counted)))
+    axes = _Axes(replace(plot, from_zero=True), (-0.5, len(names) - 0.5), (min(counted), max(counted)))
     parts, width = [], 0.8 / len(groups)
     for place, (group, values) in enumerate(groups):
         for index, value in enumerate(values):

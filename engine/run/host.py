@@ -4,7 +4,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 MIB = 2**20
 # Told where a process has grown by a quarter and this much since it was told last.
@@ -14,10 +13,11 @@ SHARE, LEAST = 0.25, 256 * MIB
 def private_bytes(pid: int) -> int:
     """Resident memory of a process that is no file's: pages of mapped shards come and go. 0 for one that is gone."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        # Not by Path, which interns its parts anew each time: the table of interned strings fills and grows.
+        with open(f"/proc/{pid}/status") as status:
+            return next((1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon:")), 0)
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
 
 
 class HostMemory:
