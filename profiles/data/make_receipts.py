@@ -66,9 +66,12 @@ PARTS = {
     "run-smollm2": Part("the demo: 500 steps of smollm2-gpu, acceptance before and after", 400, ("demo --run run",)),
     "trace": Part("host calls of qwen3.5-0.8b-1gpu", 240, ("trace qwen3.5-0.8b-1gpu --run run",)),
     "run-27b": Part(
-        "six steps of qwen3.6-27b-1gpu: the pause of its checkpoints, memory, prediction",
-        400,
-        ("train qwen3.6-27b-1gpu --run run --set run.steps=6 checkpoint.every=2 checkpoint.keep=1 optim.accumulate=1",),
+        "130 steps of qwen3.6-27b-1gpu: the pause of two checkpoints, memory, prediction",
+        500,  # checkpoints further apart than one takes to be written: about 40 s
+        (
+            "train qwen3.6-27b-1gpu --run run --set run.steps=130 checkpoint.every=64 checkpoint.keep=1 "
+            "optim.accumulate=1",
+        ),
     ),
     "loss": Part(
         "losses of 200 steps of smollm2-gpu: kernels, their PyTorch twins, another seed, FP8",
