@@ -59,18 +59,18 @@ def attention(bench: Bench) -> Result:
         bench.say(f"attention, {name}")
         ours[name], peer[name] = attention_case(bench, *cases[name])
     key = "forward_backward_ms"
-    ratios = [peer[name][key] / ours[name][key] for name in names if peer[name][key] is not None]
-    ratio = min(ratios) if ratios else None
-    first = names[0]
+    ratios = {name: peer[name][key] / ours[name][key] for name in names if peer[name][key] is not None}
+    worst = min(ratios, key=ratios.__getitem__, default=names[0])
+    ratio, share = ratios.get(worst), ours[worst]["ceiling_share"]
     shares = [ours[name]["ceiling_share"] for name in names if ours[name]["ceiling_share"] is not None]
     return Result(
         profile=PROFILE_27B,
         ours=ours,
         peer=peer,
         ratio=ratio,
-        ours_text=f"{ours[first][key]:.2f} ms",
-        peer_text=f"{peer[first][key]:.2f} ms" if peer[first][key] is not None else "-",
-        share_text=f"{min(shares):.2f} ceiling" if shares else "-",
+        ours_text=f"{ours[worst][key]:.2f} ms",
+        peer_text=f"{peer[worst][key]:.2f} ms" if ratio is not None else "-",
+        share_text=f"{share:.2f} ceiling" if share is not None else "-",
         figures={"ratio": ratio, "ceiling_share": min(shares, default=None)},
     )
 
@@ -182,17 +182,17 @@ def cross_entropy(bench: Bench) -> Result:
     for name, (sizes, profile) in cases.items():
         bench.say(f"cross-entropy, {name}")
         ours[name], peer[name] = cross_entropy_case(bench, sizes, load(bench, profile).drafter.chunk_slots)
-    over = max(ours[name]["ms"] / peer[name]["ms"] for name in cases)
+    worst = max(cases, key=lambda name: ours[name]["ms"] / peer[name]["ms"])
+    over = ours[worst]["ms"] / peer[worst]["ms"]
     workspaces = [row["workspace_bytes"] for row in ours.values()]
-    first = next(iter(cases))
-    share = ours[first]["ceiling_share"]
+    share = ours[worst]["ceiling_share"]
     return Result(
         profile=PROFILE_27B,
         ours=ours,
         peer=peer,
         ratio=1 / over,
-        ours_text=f"{ours[first]['ms']:.1f} ms",
-        peer_text=f"{peer[first]['ms']:.1f} ms",
+        ours_text=f"{ours[worst]['ms']:.1f} ms",
+        peer_text=f"{peer[worst]['ms']:.1f} ms",
         share_text=f"{share:.2f} ceiling" if share is not None else "-",
         figures={
             "ratio": 1 / over,

@@ -67,7 +67,7 @@ def plots_of_training(runs: list[Record], names: list[str]) -> str:
             "Real tokens per second",
             "tokens/s",
             [(name, run.tokens_per_s) for run, name in zip(runs, names, strict=True)],
-            "From when figures arrived, checkpoints included.",
+            "From when figures arrived; evaluations and checkpoints included.",
             zero=True,
         ),
         framed(per_slot, line_plot(Plot(per_slot, "step", share, from_zero=True), plain), plain),
@@ -122,6 +122,7 @@ def plots_of_buckets(run: Record) -> str:
         return ""
     contexts = sorted({bucket["context"] for bucket in rows_of(run.filling.get("buckets"))})
     title = "Row lengths, and the contexts of the buckets"
-    plot = Plot(title, "tokens of a row", "rows", marks=[(context, f"context {context}") for context in contexts])
+    marks = [(context, f"context {context}") for context in contexts]
+    plot = Plot(title, "tokens of a row", "rows", marks=marks, from_zero=True)
     note = f"{lengths['rows']:,} rows, {lengths['tokens']:,} tokens."
     return grid(framed(title, histogram(plot, lengths["width"], lengths["counts"]), note=note))

@@ -44,13 +44,15 @@ class Plot:
 
 
 def number(value: float) -> str:
-    """A figure with four significant digits, as short as it can be."""
+    """A figure with three or four significant digits, as short as it can be."""
     if value == 0:
         return "0"
+    if abs(value) >= 1e7:
+        return f"{value:.3g}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) < 1e-3:
-        return f"{value:.1e}"
+        return f"{value:.2g}" if f"{value:.2g}" == f"{value:.4g}" else f"{value:.2e}"
     return f"{value:.4g}"
 
 
@@ -77,9 +79,9 @@ class _Axes:
     def __init__(self, plot: Plot, x: tuple[float, float], y: tuple[float, float]) -> None:
         self.plot = plot
         self.x0, self.x1 = x if x[0] < x[1] else (x[0] - 0.5, x[0] + 0.5)
-        low, high = (min(0.0, y[0]), y[1]) if plot.from_zero else y
-        # Of figures that are all but equal, four digits on the axis would say the same.
-        flat = high - low <= 2e-3 * max(abs(low), abs(high))
+        low, high = (min(0.0, y[0]), max(0.0, y[1])) if plot.from_zero else y
+        # Of figures that are all but equal, the digits of an axis would say the same.
+        flat = high - low <= 1e-2 * max(abs(low), abs(high))
         margin = (0.1 * abs(high) or 1.0) if flat else 0.06 * (high - low)
         # The names of shades stand above the lines.
         self.y0, self.y1 = low if plot.from_zero else low - margin, high + (3 if plot.shades else 1) * margin
