@@ -198,7 +198,7 @@ def numbers_of_the_y_axis(drawing):
 def test_an_axis_says_no_number_twice_and_bars_of_zeros_stand_on_zero():
     plot = Plot("acceptance", "step", "tokens")
     near = ((1.0, 1.0001), (1.0, 1.0025), (1000, 1002.2), (1000, 1010.2))
-    for values in (*near, (1e-4, 1.2e-4), (1e-4, 1e-4), (1e12, 1.1e12)):
+    for values in (*near, (12.50, 12.63), (16.40, 16.41), (1e-4, 1.2e-4), (1e-4, 1e-4), (1e12, 1.1e12)):
         points = [Point(step, value, value, value) for step, value in enumerate(values)]
         shown = numbers_of_the_y_axis(line_plot(plot, [Line("run", points)]))
         assert len(shown) >= 3 and len(set(shown)) == len(shown) and max(map(len, shown)) <= 9, shown

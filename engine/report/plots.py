@@ -122,7 +122,6 @@ def plots_of_buckets(run: Record) -> str:
         return ""
     contexts = sorted({bucket["context"] for bucket in rows_of(run.filling.get("buckets"))})
     title = "Row lengths, and the contexts of the buckets"
-    marks = [(context, f"context {context}") for context in contexts]
-    plot = Plot(title, "tokens of a row", "rows", marks=marks, from_zero=True)
+    plot = Plot(title, "tokens of a row", "rows", marks=[(context, f"context {context}") for context in contexts])
     note = f"{lengths['rows']:,} rows, {lengths['tokens']:,} tokens."
     return grid(framed(title, histogram(plot, lengths["width"], lengths["counts"]), note=note))

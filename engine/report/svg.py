@@ -44,15 +44,13 @@ class Plot:
 
 
 def number(value: float) -> str:
-    """A figure with three or four significant digits, as short as it can be."""
+    """A figure with four significant digits, as short as it can be."""
     if value == 0:
         return "0"
-    if abs(value) >= 1e7:
-        return f"{value:.3g}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) < 1e-3:
-        return f"{value:.2g}" if f"{value:.2g}" == f"{value:.4g}" else f"{value:.2e}"
+        return f"{value:.1e}"
     return f"{value:.4g}"
 
 
@@ -66,11 +64,22 @@ def shade_of(index: int, count: int) -> str:
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round numbers between two bounds."""
+    """Round numbers between two bounds, multiples of 1, 2 or 5 times a power of ten."""
     step = 10.0 ** math.floor(math.log10((high - low) / count))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def labelled(values: Sequence[float]) -> list[tuple[float, str]]:
+    """Ticks with as many digits as their distance needs, so that no two read the same."""
+    if len(values) < 2:
+        return [(value, number(value)) for value in values]
+    finest, largest = math.floor(math.log10(values[1] - values[0]) + 1e-9), max(map(abs, values))
+    form = f",.{max(0, -finest)}f"
+    if not 1e-3 <= largest < 1e7:
+        form = f".{math.floor(math.log10(largest) + 1e-9) - finest}e"
+    return [(value, format(value, form) if value else "0") for value in values]
 
 
 class _Axes:
@@ -80,8 +89,8 @@ class _Axes:
         self.plot = plot
         self.x0, self.x1 = x if x[0] < x[1] else (x[0] - 0.5, x[0] + 0.5)
         low, high = (min(0.0, y[0]), max(0.0, y[1])) if plot.from_zero else y
-        # Of figures that are all but equal, the digits of an axis would say the same.
-        flat = high - low <= 1e-2 * max(abs(low), abs(high))
+        # What differs by rounding alone is no curve.
+        flat = high - low <= 1e-6 * max(abs(low), abs(high))
         margin = (0.1 * abs(high) or 1.0) if flat else 0.06 * (high - low)
         # The names of shades stand above the lines.
         self.y0, self.y1 = low if plot.from_zero else low - margin, high + (3 if plot.shades else 1) * margin
@@ -109,11 +118,11 @@ class _Axes:
                 )
                 if width > 8 * len(name):
                     parts.append(f'<text class="note" x="{x + 4:.1f}" y="{TOP + 12}">{escape(name)}</text>')
-        for value in ticks(self.y0, self.y1):
+        for value, text in labelled(ticks(self.y0, self.y1)):
             y = self.top(value)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(number(value))}</text>')
-        shown = x_ticks if x_ticks is not None else [(value, number(value)) for value in ticks(self.x0, self.x1)]
+            parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(text)}</text>')
+        shown = x_ticks if x_ticks is not None else labelled(ticks(self.x0, self.x1))
         for value, text in shown:
             parts.append(f'<text class="x" x="{self.left(value):.1f}" y="{bottom + 15}">{escape(text)}</text>')
         parts.append(inside)
@@ -199,7 +208,7 @@ def histogram(plot: Plot, width: float, counts: Sequence[float]) -> str:
     """Counts of bins of one width, the first from 0."""
     if not any(counts):
         return ""
-    axes = _Axes(plot, (0.0, width * len(counts)), (0.0, max(counts)))
+    axes = _Axes(replace(plot, from_zero=True), (0.0, width * len(counts)), (0.0, max(counts)))
     parts = []
     for index, count in enumerate(counts):
         if count:

@@ -128,7 +128,7 @@ class Sampler:
 def resident_bytes() -> int | None:
     """Memory of this process; None where the system does not tell it."""
     try:
-        with open("/proc/self/statm") as sizes:
+        with open("/proc/self/statm") as sizes:  # not by Path: see host.private_bytes
             return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
