@@ -285,6 +285,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="ROWS",
         help="of the peer's micro-steps, in w27-var and w08-var",
     )
+    sub.add_argument(
+        "--peer-from",
+        metavar="DIR",
+        help="take the peer's figures from receipts of this machine there, for a variant (--set target.precision=fp8)",
+    )
     add_assignments(sub)
 
     sub = add(

@@ -206,4 +206,5 @@ def demo(args: argparse.Namespace, console: Console) -> Summary:
 def bench(args: argparse.Namespace, console: Console) -> Summary:
     from draftgraph.engine.bench.command import bench as run_bench
 
-    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, args.assignments, console)
+    peer_from = Path(args.peer_from) if args.peer_from else None
+    return run_bench(args.workloads, Path(args.out), args.quick, args.peer_rows, peer_from, args.assignments, console)

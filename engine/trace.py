@@ -196,6 +196,7 @@ def show_trace(console: Console, summary: dict[str, Any]) -> None:
         return
     families = [
         {
+            "role": row["role"] or "-",
             "family": row["family"].replace("_", " "),
             "per step": cell("", row["per_step"]),
             "ms per step": cell("", row["ms_per_step"]),
@@ -203,7 +204,7 @@ def show_trace(console: Console, summary: dict[str, Any]) -> None:
         }
         for row in summary["families"]
     ]
-    console.print(columns_table("Device time per kernel family", families))
+    console.print(columns_table("Device time per role and kernel family", families))
     if any(row["family"] == UNDIVIDED for row in summary["families"]):
         console.print("nsys recorded every graph as a whole; --node divides them into kernels, and slows them down.")
     console.print(columns_table("Devices; gaps of 10 us and more", [device_cells(row) for row in summary["devices"]]))

@@ -84,7 +84,7 @@ def tables(events: Sequence[Event], family: Callable[[str], str]) -> dict[str, A
     return {
         "steps": len(whole),
         "ranges": range_rows(ranges, work, issued),
-        "families": family_rows(work, family, len(whole)),
+        "families": family_rows(work, issued, family, len(whole)),
         "devices": [device_row(device, work) for device in sorted({e.device for e in work if e.device is not None})],
         "host_calls": host_calls,
         "host_calls_per_micro_step_max": max((row["per_micro_step"] or 0.0 for row in host_calls), default=None),
@@ -135,18 +135,28 @@ def range_rows(
     ]
 
 
-def family_rows(work: Sequence[Event], family: Callable[[str], str], steps: int) -> list[dict[str, Any]]:
-    """Device time per family of kernels, the largest first."""
-    times: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+def family_rows(
+    work: Sequence[Event], issued: dict[int | None, _Placed], family: Callable[[str], str], steps: int
+) -> list[dict[str, Any]]:
+    """Device time per family of kernels and kind of role ("target", "drafter", ...), the largest first."""
+    times: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for event in work:
+        ranges = issued[event.correlation].ranges
+        role = ranges[-1].role.split()[0] if ranges else ""
         name = {"graph": UNDIVIDED, "copy": "copy", "memset": "copy"}.get(event.kind) or family(event.name)
-        times[name] += event.ns
-        counts[name] += 1
+        times[role, name] += event.ns
+        counts[role, name] += 1
     total = sum(times.values())
     return [
-        {"family": name, "per_step": counts[name] / steps, "ms_per_step": ns / 1e6 / steps, "share": ns / total}
-        for name, ns in times.most_common()
+        {
+            "role": role,
+            "family": name,
+            "per_step": counts[role, name] / steps,
+            "ms_per_step": ns / 1e6 / steps,
+            "share": ns / total,
+        }
+        for (role, name), ns in times.most_common()
     ]
 
 

@@ -14,9 +14,10 @@ from draftgraph.engine.bench.command import bench, goal_text
 from draftgraph.engine.bench.goals import FP8_GOALS, GOALS, WORKLOADS, Goal
 from draftgraph.engine.bench.workloads import PROFILE_08B, PROFILE_27B, load
 from draftgraph.engine.config import load_profile
-from draftgraph.engine.errors import RunError
+from draftgraph.engine.errors import RunError, UsageError
 from draftgraph.engine.plan import make_plan
 from draftgraph.engine.predict.memory import device_bytes
+from draftgraph.profiles.measure import receipt as make_receipt
 
 QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would measur
 
 
 def run(tmp_path, *workloads, quick=False):
-    summary = bench(list(workloads), tmp_path, quick, None, [], QUIET)
+    summary = bench(list(workloads), tmp_path, quick, None, None, [], QUIET)
     return summary, {name: json.loads((tmp_path / f"bench-{name}.json").read_text()) for name in workloads}
 
 
@@ -51,7 +52,7 @@ def test_kernel_workloads_are_right_at_tiny_shapes_and_claim_nothing_without_a_g
 
 @without_gpu
 def test_a_target_in_fp8_has_a_receipt_of_its_own(tmp_path):
-    bench(["target"], tmp_path, True, None, ["target.precision=fp8"], QUIET)
+    bench(["target"], tmp_path, True, None, None, ["target.precision=fp8"], QUIET)
     receipt = json.loads((tmp_path / "bench-target-fp8.json").read_text())
     assert receipt["profile"]["target"]["precision"] == "fp8" and receipt["goals"] == {}
     assert list(receipt["ours"]["tap_errors"]) == ["1", "3", "5"] and receipt["fp8_ceiling_tflops"] is None
@@ -76,7 +77,7 @@ def test_variable_rows_are_counted_before_padding(tmp_path, monkeypatch, workloa
     assert 0 < ours["verification_seconds"] < ours["warmup_seconds"]
     inclusive = [ours[f"real_tokens_per_s_{what}"] for what in ("inclusive", "inclusive_without_verification")]
     assert 0 < inclusive[0] < inclusive[1]
-    assert abs(ours["loss"] - np.log(512)) < 0.5
+    assert abs(ours["loss"] - np.log(512)) < 0.5 and ours["kernel_families"] == []
     assert ours["alloc_bytes_per_step"] is ours["host_syncs_per_step"] is ours["floor_tokens_per_s"] is None
 
 
@@ -182,7 +183,7 @@ def test_the_peer_is_read_from_its_last_line_and_ours_is_set_against_its_best(tm
     monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: sys)
     handed = protocol.Bench(QUIET, quick=False)
     handed.device = torch.device("cuda")
-    lines = peer.specforge(handed, "0.8b", [1, 2, 8], 256)
+    lines = peer.specforge(handed, "w08-var", "0.8b", [1, 2, 8], 256)
     assert set(lines) == {1, 2}
     assert lines[2]["arguments"] == ["--shapes", "0.8b", "--rows", "2", "--total-rows", "256"]
     handed.ceiling_tflops = 800.0
@@ -196,6 +197,27 @@ def test_the_peer_is_read_from_its_last_line_and_ours_is_set_against_its_best(tm
         "floor_share": 0.6,
     }
     assert result.profile == dataclasses.asdict(tiny()) and result.ours["floor_tokens_per_s"] == 1000
+
+
+def test_a_variant_stands_beside_the_peer_of_an_earlier_receipt_of_the_same_machine(tmp_path):
+    path, lines = tmp_path / "bench-w08-var.json", {"2": {"real_tokens_per_s_steady": 200.0}}
+    lines["2"]["real_tokens_per_s_inclusive"] = 50.0
+    content = make_receipt("w08-var", "", peer=lines) | {"quick": False}
+    path.write_text(json.dumps(content))
+    known = peer.earlier(tmp_path, ["w08-var"], quick=False)
+    handed = protocol.Bench(QUIET, quick=False, known_peers=known)
+    measured = peer.specforge(handed, "w08-var", "0.8b", [1, 2, 8], 256)
+    assert measured == {2: lines["2"] | {"date": content["date"]}}
+    ours = {"real_tokens_per_s_steady": 600.0, "real_tokens_per_s_inclusive": 75.0}
+    figures = steps.beside_peer(handed, tiny(), ours, measured).figures
+    assert figures["ratio"] == 3 and figures["ratio_inclusive"] is None
+
+    for changed, said in (({"commit": "0f"}, "commit 0f, here"), ({"peer": None}, "without"), (None, "no rec")):
+        path.write_text(json.dumps(content | changed) if changed else "{")
+        with pytest.raises(UsageError, match=said):
+            peer.earlier(tmp_path, ["w08-var"], quick=False)
+    with pytest.raises(UsageError, match="no receipt in"):
+        bench(["w27-full"], tmp_path, False, None, tmp_path, [], QUIET)
 
 
 @pytest.mark.gpu

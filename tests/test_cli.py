@@ -45,7 +45,7 @@ INTERFACE = {
         *("prompts", "--target", "--out", "--max-new-tokens", "--batch-size", "--temperature", "--top-p", "--seed"),
         *("--server", "--server-model", "--concurrency", "--timeout", "--retries", "--api-key-env", "--json"),
     ],
-    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--set", "--json"],
+    "bench": ["workloads", "--out", "--quick", "--peer-rows", "--peer-from", "--set", "--json"],
     "demo": ["--run", "--json"],
 }
 

@@ -123,8 +123,8 @@ def test_a_captured_step_is_a_few_host_calls_and_waits_for_nothing(tmp_path, mon
     waits = {"cudaMalloc", "cudaMallocAsync", "cudaFree", "cudaStreamSynchronize", "cudaDeviceSynchronize"}
     assert not waits & set(summary["calls_by_name"])
     assert len(summary["host_calls"]) == 1, "every host call lies in a range that names its device"
-    families = {row["family"]: row["per_step"] for row in summary["families"]}
-    assert families["gemm"] > 0 and families["attention"] > 0
+    families = {(row["role"], row["family"]): row["per_step"] for row in summary["families"]}
+    assert all(families[role, name] > 0 for role in ("target", "drafter") for name in ("gemm", "attention"))
     (device,) = summary["devices"]
     assert device["device"] == "cuda:0" and 0 < device["busy_share"] <= 1
     replays = [row for row in summary["ranges"] if row["phase"].endswith("replay")]

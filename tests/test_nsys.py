@@ -162,8 +162,14 @@ def test_a_device_is_busy_once_however_many_streams_and_short_pauses_are_no_gaps
 
 def test_a_graph_that_was_traced_whole_is_no_kernel_family(tmp_path):
     found = tables(read_nsys(write_export(tmp_path / "steps.sqlite")), family)
-    rows = {row["family"]: (row["per_step"], row["ms_per_step"]) for row in found["families"]}
-    assert rows == {UNDIVIDED: (3, 0.1), "copy": (2, 0.003), "elementwise": (1, 0.003)}
+    rows = {(row["role"], row["family"]): (row["per_step"], row["ms_per_step"]) for row in found["families"]}
+    assert rows == {
+        ("target", UNDIVIDED): (1, 0.02),
+        ("drafter", UNDIVIDED): (2, 0.08),
+        ("target", "copy"): (1, 0.002),
+        ("drafter", "copy"): (1, 0.001),
+        ("drafter", "elementwise"): (1, 0.003),
+    }
     assert sum(row["share"] for row in found["families"]) == pytest.approx(1)
 
 
@@ -212,7 +218,9 @@ def test_the_built_in_profilers_trace_gives_the_same_tables(tmp_path):
     for name in ("steps", "devices", "host_calls", "calls_by_name"):
         assert found[name] == expected[name], name
     assert found["ranges"] == [row for row in expected["ranges"] if row["role"] != "data"]
-    assert {row["family"]: row["per_step"] for row in found["families"]} == {"gemm": 3, "copy": 2, "elementwise": 1}
+    counts = {(row["role"], row["family"]): row["per_step"] for row in found["families"]}
+    target, drafter = {"gemm": 1, "copy": 1}, {"gemm": 2, "copy": 1, "elementwise": 1}
+    assert counts == {("target", n): c for n, c in target.items()} | {("drafter", n): c for n, c in drafter.items()}
 
 
 def test_the_commands_name_the_range_the_graphs_and_the_files(monkeypatch):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from draftgraph.engine.bench import kernels, observers, overlap, steps
 from draftgraph.engine.bench.goals import FP8_GOALS, GOALS, Goal
+from draftgraph.engine.bench.peer import earlier
 from draftgraph.engine.bench.protocol import Bench, Result
 from draftgraph.engine.show import bytes_text, columns_table
 from draftgraph.profiles.measure import receipt, write_receipt
@@ -22,6 +23,7 @@ def bench(
     out: Path,
     quick: bool,
     peer_rows: list[int] | None,
+    peer_from: Path | None,
     assignments: list[str],
     console: Console,
 ) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def bench(
         out: folder of the receipts, bench-WORKLOAD.json, or bench-WORKLOAD-fp8.json with a target in FP8.
         quick: fewer rows and cases; a receipt says so.
         peer_rows: rows of the peer's micro-steps in w27-var and w08-var.
+        peer_from: folder of receipts of the same machine, versions and commit, whose peers are not measured again.
         assignments: section.key=value, over the workloads' profiles.
     """
     out.mkdir(parents=True, exist_ok=True)  # before minutes are spent on what could not be written
@@ -48,7 +51,9 @@ def bench(
     started = time.perf_counter()
     if not torch.cuda.is_available():
         console.print("[bold]There is no GPU here: tiny shapes, which test the commands. These are no measurements.[/]")
-    handed = Bench(console, quick, assignments)
+    beside = [name for name in workloads if name in steps.BESIDE_SPECFORGE]
+    known = earlier(peer_from, beside, quick) if peer_from else {}
+    handed = Bench(console, quick, assignments, known)
     results, table, notes = {}, [], []
     for name in dict.fromkeys(workloads):
         result = run[name](handed)

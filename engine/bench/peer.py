@@ -4,15 +4,45 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from draftgraph.engine.bench.protocol import Bench
+from draftgraph.engine.errors import UsageError
 from draftgraph.profiles.load import PEERS
+from draftgraph.profiles.measure import receipt
+
+SAME = ("gpu", "driver", "torch", "triton", "transformers", "fla", "commit", "quick")
+
+
+def earlier(folder: Path, workloads: Iterable[str], quick: bool) -> dict[str, dict[int, dict[str, Any]]]:
+    """The peer's figures in the receipts of `folder`, by workload and rows, each with the date of its receipt.
+
+    Raises:
+        UsageError: a receipt is missing, holds no peer, or is of another machine or other versions.
+    """
+    found = {}
+    for name in workloads:
+        path = folder / f"bench-{name}.json"
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--peer-from: no receipt in {path}: {error}; measure {name} there first") from error
+        here = receipt(name, "") | {"quick": quick}
+        pairs = [(field, content.get(field), here[field]) for field in SAME]
+        other = [f"{field} {there}, here {now}" for field, there, now in pairs if there != now]
+        if other:
+            raise UsageError(f"--peer-from: {path} is no measurement of the same: {'; '.join(other)}")
+        if not content["peer"]:
+            raise UsageError(f"--peer-from: {path} was measured without the peer")
+        found[name] = {int(rows): line | {"date": content["date"]} for rows, line in content["peer"].items()}
+    return found
 
 
 def specforge(
-    bench: Bench, shapes: str, rows: list[int], total_rows: int, full: bool = False
+    bench: Bench, workload: str, shapes: str, rows: list[int], total_rows: int, full: bool = False
 ) -> dict[int, dict[str, Any]]:
     """Run peer_specforge.py; the device must be free, it takes more than 100 GiB at 27B shapes.
 
@@ -21,6 +51,9 @@ def specforge(
     Returns:
         Its JSON lines, by rows. What is missing did not run, with the reason printed.
     """
+    if workload in bench.known_peers:
+        bench.say("the peer: as measured earlier")
+        return bench.known_peers[workload]
     if not bench.on_gpu:
         bench.say("the peer: not run without a GPU")
         return {}

@@ -43,11 +43,19 @@ class Bench:
 
     Args:
         assignments: section.key=value, over the profiles of the workloads.
+        known_peers: workload -> what its peer reached earlier on this machine, by rows; it is not measured again.
     Owns: nothing on the device once it is made.
     """
 
-    def __init__(self, console: Console, quick: bool, assignments: Sequence[str] = ()):
+    def __init__(
+        self,
+        console: Console,
+        quick: bool,
+        assignments: Sequence[str] = (),
+        known_peers: Mapping[str, dict[int, dict[str, Any]]] | None = None,
+    ):
         self.console, self.quick, self.assignments = console, quick, assignments
+        self.known_peers = known_peers or {}
         self.started = time.perf_counter()
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.say(f"bf16 matmul ceiling on {self.device}")

@@ -32,7 +32,8 @@ LARGE = ("checkpoints", "*.safetensors", "wandb", "tensorboard", "shards", "step
 class Part:
     """Args:
     seconds: after which its commands are ended; on one NVIDIA H200 they are expected to take about half of it.
-    commands: what follows `draftgraph`, or a script of this folder's parent, one after the other.
+    commands: what follows `draftgraph`, or a script of this folder's parent, one after the other; {out} is the folder
+        of the receipts.
     """
 
     about: str
@@ -48,9 +49,15 @@ PARTS = {
     ),
     "27b": Part("extraction and full rows at 27B shapes", 760, ("bench target w27-full",)),
     "27b-var": Part("rows of every length at 27B shapes", 1200, ("bench w27-var",)),
-    "27b-fp8": Part("full rows with the target in FP8", 760, ("bench target w27-full --set target.precision=fp8",)),
+    "27b-fp8": Part(
+        "full rows with the target in FP8, beside the peer of 27b",
+        500,
+        ("bench target w27-full --peer-from {out} --set target.precision=fp8",),
+    ),
     "27b-var-fp8": Part(
-        "rows of every length with the target in FP8", 1200, ("bench w27-var --set target.precision=fp8",)
+        "rows of every length with the target in FP8, beside the peer of 27b-var",
+        600,
+        ("bench w27-var --peer-from {out} --set target.precision=fp8",),
     ),
     "0.8b": Part("rows of every length at 0.8B shapes", 840, ("bench w08-var",)),
     "observers": Part("what watching a run costs", 330, ("bench observers",)),
@@ -66,10 +73,10 @@ PARTS = {
     "run-smollm2": Part("the demo: 500 steps of smollm2-gpu, acceptance before and after", 400, ("demo --run run",)),
     "trace": Part("host calls of qwen3.5-0.8b-1gpu", 240, ("trace qwen3.5-0.8b-1gpu --run run",)),
     "run-27b": Part(
-        "130 steps of qwen3.6-27b-1gpu: the pause of two checkpoints, memory, prediction",
+        "80 steps of qwen3.6-27b-1gpu: the pause of two checkpoints, memory, prediction",
         500,  # checkpoints further apart than one takes to be written: about 40 s
         (
-            "train qwen3.6-27b-1gpu --run run --set run.steps=130 checkpoint.every=64 checkpoint.keep=1 "
+            "train qwen3.6-27b-1gpu --run run --set run.steps=80 checkpoint.every=40 checkpoint.keep=1 "
             "optim.accumulate=1",
         ),
     ),
@@ -92,7 +99,7 @@ def make(name: str, part: Part, out: Path, work: Path) -> str:
     ends, status = time.monotonic() + part.seconds, "done"
     with (out / f"{name}.log").open("w") as log:
         for command in part.commands:
-            first, *rest = shlex.split(command)
+            first, *rest = shlex.split(command.replace("{out}", shlex.quote(str(out))))
             program = ["-m", "draftgraph.engine.cli", first]
             if first.endswith(".py"):
                 program = ["-P", str(DATA.parent / first)]
