@@ -1,4 +1,4 @@
-"""Counts the Triton kernels that this process compiles or loads, so that one after warm-up is seen.
+"""Counts the Triton kernels that this process compiles or loads: what of warm-up they take, and whether one comes late.
 
 It listens where Triton lets one listen (`triton.knobs.compilation.listener`), and costs nothing while nothing compiles.
 A kernel that comes from Triton's disk cache counts as well: loading it stalls the step that first needs it.
@@ -11,10 +11,17 @@ from typing import Any
 
 
 class Compilations:
-    """What was compiled inside the block: `names` grows while it runs."""
+    """What was compiled or loaded inside the block; grows while it runs."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.loaded = 0  # of them, from Triton's disk cache
+        self.seconds = 0.0  # compiling and loading
+
+    def report(self) -> dict[str, float]:
+        """As warmup.json tells it."""
+        kernels = len(self.names)
+        return {"kernels": kernels, "from_disk_cache": self.loaded, "seconds": round(self.seconds, 3)}
 
 
 @contextmanager
@@ -30,6 +37,8 @@ def count_compilations() -> Iterator[Compilations]:
 
     def listen(**event: Any) -> None:
         found.names.append(str(getattr(event["src"], "name", "a kernel")))
+        found.loaded += event["cache_hit"]
+        found.seconds += event["times"].total / 1e6
         if previous is not None:
             previous(**event)
 

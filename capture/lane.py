@@ -187,10 +187,10 @@ class Lane:
         if entry.graph is not None:
             entry.replay_ms.append(elapsed_ms)
 
-    def num_timings(self, step: Step) -> tuple[int, int]:
-        """How many eager and replay timings the step has."""
+    def timings(self, step: Step) -> tuple[list[float], list[float]]:
+        """Milliseconds of the eager runs of the step so far, less the first, and of its replays."""
         entry = self._entry(step)
-        return len(entry.eager_ms), len(entry.replay_ms)
+        return entry.eager_ms, entry.replay_ms
 
     def record_difference(self, step: Step, max_difference: float) -> None:
         """Enter the result of verification."""

@@ -17,8 +17,8 @@ from draftgraph.capture.errors import CaptureFailure
 from draftgraph.capture.lane import Lane
 from draftgraph.capture.step import Step
 
-# A median of fewer timings says little; the verification rounds count among them.
-_MIN_TIMINGS = 5
+# A median of fewer timings says little, unless they are long; the verification rounds count among them.
+_MIN_TIMINGS, _LONG_MS = 5, 500.0
 
 Key = tuple[str, str, str, int]  # lane, step, bucket, round
 Hashes = dict[str, list[int]]  # output -> hash
@@ -60,7 +60,7 @@ def compare(lanes: Sequence[Lane], references: References) -> None:
     _replay_rounds(lanes, references)
     for lane in lanes:
         for step in lane.steps:
-            while lane.mode == "graph" and lane.num_timings(step)[1] < _MIN_TIMINGS:
+            while lane.mode == "graph" and not _timed_well(lane.timings(step)[1]):
                 lane.fill(step, 0)
                 lane.replay_timed(step)
             lane.record_difference(step, 0.0)
@@ -76,7 +76,7 @@ def _eager_rounds(lane: Lane, rounds: int) -> dict[Key, Hashes]:
             lane.run_eager(step)
             hashes[lane.name, step.step, step.bucket, number] = _hashes(lane, step, hasher)
         # Without a graph there is nothing to compare the time with, and eager steps on a CPU are long.
-        while lane.mode == "graph" and lane.num_timings(step)[0] < _MIN_TIMINGS:
+        while lane.mode == "graph" and not _timed_well(lane.timings(step)[0]):
             lane.fill(step, 0)
             lane.run_eager(step)
     return hashes
@@ -93,6 +93,10 @@ def _replay_rounds(lanes: Sequence[Lane], references: References) -> None:
                 for name, found in _hashes(lane, step, hashers[lane.name]).items():
                     if found != expected[name]:
                         raise _mismatch(lane, step, number, name)
+
+
+def _timed_well(times_ms: list[float]) -> bool:
+    return len(times_ms) >= _MIN_TIMINGS or sum(times_ms) >= _LONG_MS
 
 
 def _hasher(lane: Lane) -> BitHasher:

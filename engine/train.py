@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from draftgraph.capture import tuning
+from draftgraph.capture.compilations import count_compilations
 from draftgraph.capture.errors import CaptureFailure, DeviceMemoryExhausted
 from draftgraph.engine.advice import advice
 from draftgraph.engine.build import DTYPES, Engine, build, resolve_device
@@ -74,9 +75,9 @@ def warm_engine(
         names = placement.targets + placement.drafters
         fp8 = [resolve_device(n) for n in placement.targets] if plan.profile.target.precision == "fp8" else []
         before = devices_before([resolve_device(n) for n in names], DTYPES[plan.profile.target.dtype], fp8)
-        with progress_bar(console) as progress:
+        with progress_bar(console) as progress, count_compilations() as compilations:
             engine = build(plan, teller(console), progress, across)
-            evidence = warm_up(engine, progress, before, tuned)
+            evidence = warm_up(engine, progress, before, tuned) | {"compilations": compilations.report()}
         write_text(folder / "warmup.json", json.dumps(evidence, indent=1) + "\n")
         yield engine, evidence
         # NOTE: not after an error: a device that failed a capture refuses to be waited for, which would hide the cause.

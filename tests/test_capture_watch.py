@@ -14,6 +14,7 @@ COMPILES = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from draftgraph.capture.compilations import count_compilations
 from draftgraph.capture.watch import SteadyWatch
 
 @triton.jit
@@ -33,6 +34,10 @@ with watch.steady():
     compile_kernel(128)
     print(watch.mark(12))
     print(watch.mark(13))
+with count_compilations() as found:
+    compile_kernel(128)
+    compile_kernel(256)
+print(found.loaded, len(found.names), found.seconds > 0, sorted(found.report()))
 print(watch.late_compilations, watch.host_syncs, watch.findings)
 watch.close()
 """
@@ -45,11 +50,11 @@ def test_a_late_compilation_is_told_once_with_its_kernel_and_its_steps(tmp_path)
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0, result.stderr
-    before, late, told, total = result.stdout.splitlines()
+    before, late, told, counted, total = result.stdout.splitlines()
     finding = (
         "steady state broken between step 11 and 12: Triton compiled or loaded 2 kernels: fill_kernel, fill_kernel"
     )
-    assert before == told == "[]"
+    assert before == told == "[]" and counted == "1 2 True ['from_disk_cache', 'kernels', 'seconds']"
     assert late == f"['{finding}']"
     assert total == f"2 None ['{finding}']"
 

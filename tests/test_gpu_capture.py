@@ -88,7 +88,7 @@ def test_two_interleaved_buckets_replay_bit_equal_to_eager_forward_and_backward(
     lane = verified_lane(training_step(model, "small", 64), training_step(model, "large", 512))
     for step, row in zip(lane.steps, lane.evidence, strict=True):
         assert row.max_difference == 0.0
-        assert min(lane.num_timings(step)) >= 5
+        assert min(map(len, lane.timings(step))) >= 5
         assert row.eager_ms is not None and row.replay_ms is not None and row.replay_ms > 0
         assert row.capture_seconds is not None and row.capture_seconds > 0
         assert row.nodes is None or row.nodes > 10

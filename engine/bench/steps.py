@@ -182,6 +182,8 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
             "target_flops_per_token": float(plan.flops.target(1)),
             "tap_errors": evidence["tap_errors"],
             "warmup_seconds": evidence["seconds"],
+            "tuning_seconds": evidence["seconds_by_phase"]["tuning"],
+            "compilations": evidence["compilations"],
             "capture_seconds": evidence["seconds_by_phase"]["capture"],
             "verification_seconds": verification,
             "host_syncs_per_step": None if watch.host_syncs is None else watch.host_syncs / len(steps),
@@ -255,7 +257,7 @@ def target(bench: Bench) -> Result:
         compare([lane], references)
         bench.say("target: timing")
         # The comparison timed some replays already, buckets interleaved.
-        for number in range(ROUNDS - min(lane.num_timings(step)[1] for step in lane.steps)):
+        for number in range(ROUNDS - min(len(lane.timings(step)[1]) for step in lane.steps)):
             for offset in range(len(lane.steps)):
                 step = lane.steps[(number + offset) % len(lane.steps)]
                 lane.fill(step, number)

@@ -42,7 +42,8 @@ def draw_buckets(lengths: Sequence[int], buckets: Sequence[Bucket], title: str, 
     names: dict[int, list[str]] = {}
     for bucket in buckets:
         names.setdefault(bucket.context, []).append(bucket.name)
-    for context, at_edge in names.items():
+    at_top = -largest  # the last edge whose name begins there
+    for context, at_edge in sorted(names.items()):
         axes.axvline(context, color="tab:blue", linewidth=1)
         style: dict[str, Any] = {
             "rotation": "vertical",
@@ -51,7 +52,10 @@ def draw_buckets(lengths: Sequence[int], buckets: Sequence[Bucket], title: str, 
             "fontsize": "x-small",
             "color": "tab:blue",
         }
-        axes.annotate(", ".join(at_edge), (context, top), (-2, -3), textcoords="offset points", **style)
+        crowded = context - at_top < 0.02 * largest
+        at_top = at_top if crowded else context
+        place = (context, 0.7 * top if crowded else top)
+        axes.annotate(", ".join(at_edge), place, (-2, -3), textcoords="offset points", **style)
     axes.set(title=title, xlabel="tokens of a row", ylabel="rows", xlim=(0, largest * 1.01), ylim=(0, top))
     figure.savefig(path)
     return True
