@@ -288,7 +288,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--peer-from",
         metavar="DIR",
-        help="take the peer's figures from receipts of this machine there, for a variant (--set target.precision=fp8)",
+        help="take the peer's figures from receipts of the same GPU there, for a variant (--set target.precision=fp8)",
     )
     add_assignments(sub)
 

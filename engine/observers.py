@@ -136,10 +136,11 @@ class Observers:
             self.lines.say(f"step {step} of {self.plan.profile.run.steps}: {headline}")
 
     def judged(self) -> dict[str, Any]:
-        """Figures for the summary, after the last sample: is the devices' memory flat, what did loggers miss."""
+        """For the summary, after the last sample: is the memory flat, how fast were the devices, what is not logged."""
         self.sampler.close()
         return {
             "device_memory": "; ".join(self.sampler.flatness.sentences()) or None,
+            "device_clocks": "; ".join(self.sampler.clocks.sentences()) or None,
             "log_messages_dropped": self.loggers.dropped if self.loggers.sinks else None,
         }
 

@@ -84,6 +84,7 @@ class Run:
         self.equality, self.pace = EqualityCheck(engine.rig.drafters), Pace()
         self.pauses: list[float] = []  # ms
         self.evaluation_seconds = 0.0
+        self.cpu_seconds = 0.0  # of this thread, issuing steps
 
     def go(self) -> dict[str, Any]:
         """Train; returns the summary.
@@ -95,13 +96,13 @@ class Run:
             Interrupted: a signal stopped the run; a checkpoint was written.
         """
         try:
-            timed = self.go_through()
+            seconds = self.go_through()
         finally:
             self.hosts.last_written = max(self.hosts.last_written, self.writer.last_written)
-        return self.finish(self.summary(*timed))
+        return self.finish(self.summary(seconds))
 
-    def go_through(self) -> tuple[float, float]:
-        """All steps and what they write; returns seconds, and those of this thread's CPU."""
+    def go_through(self) -> float:
+        """All steps and what they write; returns its seconds."""
         first_micro_step = self.first_step * self.plan.accumulate
         loading = self.engine.loader(first_micro_step // self.profile.drafter.reuse)
         with closing(self.tally), loading as (loader, rig), self.writer, frozen_heap():
@@ -117,14 +118,13 @@ class Run:
                         raise
                 finally:
                     self.watch.close()
-            seconds, cpu_seconds = time.perf_counter() - self.started, time.thread_time() - self.started_cpu
-        return seconds, cpu_seconds
+            return time.perf_counter() - self.started
 
     def begin(self, loader: Loader, rig: Rig, first_micro_step: int) -> None:
         loader.give_up = lambda: self.requests.stop
         self.scheduler, self.late = schedule(self.plan, rig, loader, first_micro_step)
         self.host_memory = HostMemory(training_and(loader.pid), self.say)
-        self.started, self.started_cpu = time.perf_counter(), time.thread_time()
+        self.started = time.perf_counter()
         self.watch.open(self.step)
         self.hosts.exchange(self.requests, self.writer.last_written)
 
@@ -134,9 +134,10 @@ class Run:
         ended = heard.stop
         while not ended:
             with self.watch.steady():
-                stretch_end = next_checkpoint(self.step, self.profile)
+                stretch_end, since = next_checkpoint(self.step, self.profile), time.thread_time()
                 while self.step < stretch_end and not heard:
                     self.next_step()
+                self.cpu_seconds += time.thread_time() - since
                 self.mark()
             asked, heard.checkpoint = heard.checkpoint, False
             ended = heard.stop or self.step == last_step
@@ -228,7 +229,7 @@ class Run:
         self.look()
         return self.health.worth_keeping(step)
 
-    def summary(self, seconds: float, cpu_seconds: float) -> dict[str, Any]:
+    def summary(self, seconds: float) -> dict[str, Any]:
         """Of the steps since `start`."""
         watch, scheduler, captured = self.watch, self.scheduler, self.evidence["mode"] == "graph"
         num_steps = self.step - self.first_step
@@ -261,7 +262,7 @@ class Run:
             "rate_share": float(self.engine.rig.drafters[0].optimizer.rate_share),
             **self.pace.figures(self.plan, self.evidence),
             "lane_time": scheduler.meter.shares(),
-            "scheduler_busy": cpu_seconds / seconds if captured else None,  # an eager one computes
+            "scheduler_busy": self.cpu_seconds / seconds if captured else None,  # an eager one computes
             "data_wait_ms_p99": p99_ms(scheduler.data_waits),
             **self.observers.judged(),
             "seconds": seconds,

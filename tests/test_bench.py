@@ -186,7 +186,7 @@ def test_the_peer_is_read_from_its_last_line_and_ours_is_set_against_its_best(tm
     lines = peer.specforge(handed, "w08-var", "0.8b", [1, 2, 8], 256)
     assert set(lines) == {1, 2}
     assert lines[2]["arguments"] == ["--shapes", "0.8b", "--rows", "2", "--total-rows", "256"]
-    handed.ceiling_tflops = 800.0
+    handed.ceilings["ceiling_tflops"] = 800.0
     ours = {"real_tokens_per_s_steady": 600.0, "real_tokens_per_s_inclusive": 75.0, "flops_per_token": 8e11}
     ours["target_flops_per_token"] = 4e11
     result = steps.beside_peer(handed, tiny(), ours, lines)
@@ -212,7 +212,7 @@ def test_a_variant_stands_beside_the_peer_of_an_earlier_receipt_of_the_same_mach
     figures = steps.beside_peer(handed, tiny(), ours, measured).figures
     assert figures["ratio"] == 3 and figures["ratio_inclusive"] is None
 
-    for changed, said in (({"commit": "0f"}, "commit 0f, here"), ({"peer": None}, "without"), (None, "no rec")):
+    for changed, said in (({"gpu": "0f"}, "gpu 0f, here"), ({"peer": None}, "without"), (None, "no rec")):
         path.write_text(json.dumps(content | changed) if changed else "{")
         with pytest.raises(UsageError, match=said):
             peer.earlier(tmp_path, ["w08-var"], quick=False)

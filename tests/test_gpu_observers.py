@@ -28,7 +28,7 @@ def test_a_captured_run_that_is_watched_waits_for_nothing_and_trains_the_same_bi
     for figure in ("host_syncs_per_step", "alloc_bytes_per_step", "reserved_range_bytes", "device_used_range_bytes"):
         assert summary[figure] == 0, figure
     assert summary["steady_state"] == "as warm-up left it" and summary["log_messages_dropped"] == 0
-    assert "cuda:0: flat: 0 MiB over" in summary["device_memory"]
+    assert "cuda:0: flat: 0 MiB over" in summary["device_memory"] and " MHz, " in summary["device_clocks"]
     logged = [line for line in told("log") if "loss" in line]
     assert len(logged) == 120
     # A step may be faster than the next sample.

@@ -7,6 +7,7 @@ import pytest
 from fake_nvml import GIB, Nvml
 
 from draftgraph.capture import nvml
+from draftgraph.engine.run.clocks import Clocks
 from draftgraph.engine.run.flatness import Flatness, duration
 from draftgraph.engine.run.sampler import STEADY, Sampler
 
@@ -137,6 +138,23 @@ def test_a_later_process_of_the_run_is_judged_alone():
             flatness.add(line)
     assert flatness.sentences() == ["cuda:0: flat: 0 MiB over 2 minutes (warm-up: +3.0 GiB)"]
     assert Flatness().sentences() == []
+
+
+def test_clocks_of_the_steady_phase_and_what_held_them_back_are_told_per_device():
+    clocks, sample = Clocks(), {"phase": STEADY, "device": "cuda:0", "power_w": 690.4}
+    clocks.add({"event": "start", "phase": "warm-up"})
+    clocks.add(sample | {"phase": "warm-up", "sm_mhz": 1980, "throttled": []})
+    clocks.add(sample | {"sm_mhz": 1500, "throttled": ["power cap"]})
+    clocks.add(sample | {"sm_mhz": 1400, "throttled": ["power cap", "thermal slowdown"]})
+    clocks.add(sample | {"device": "cuda:1", "sm_mhz": 1900, "throttled": []})
+    clocks.add({"phase": STEADY, "device": "host", "used_bytes": 1})
+    clocks.add({"phase": STEADY, "device": "cuda:2", "sm_mhz": 1900})  # a slice that tells no power
+    assert clocks.sentences() == [
+        "cuda:0: 1,450 MHz, 690 W, held back by power cap in 100%, thermal slowdown in 50% of 2 samples",
+        "cuda:1: 1,900 MHz, 690 W",
+    ]
+    clocks.add({"event": "start", "phase": "warm-up"})
+    assert clocks.sentences() == []
 
 
 def test_a_duration_is_said_in_its_own_unit():

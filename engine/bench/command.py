@@ -33,7 +33,7 @@ def bench(
         out: folder of the receipts, bench-WORKLOAD.json, or bench-WORKLOAD-fp8.json with a target in FP8.
         quick: fewer rows and cases; a receipt says so.
         peer_rows: rows of the peer's micro-steps in w27-var and w08-var.
-        peer_from: folder of receipts of the same machine, versions and commit, whose peers are not measured again.
+        peer_from: folder of receipts of the same GPU and versions, whose peers are not measured again.
         assignments: section.key=value, over the workloads' profiles.
     """
     out.mkdir(parents=True, exist_ok=True)  # before minutes are spent on what could not be written
@@ -76,8 +76,8 @@ def bench(
             "figures": result.figures,
             "goals": goals,
             "quick": quick,
+            **handed.ceilings,
             "fp8_ceiling_tflops": handed.fp8_ceiling_tflops if fp8 else None,
-            "sm_mhz_at_the_ceiling": handed.sm_mhz,
         }
         path = out / f"bench-{name}{'-fp8' if fp8 else ''}.json"
         write_receipt(path, content | extra)

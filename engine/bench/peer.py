@@ -14,14 +14,14 @@ from draftgraph.engine.errors import UsageError
 from draftgraph.profiles.load import PEERS
 from draftgraph.profiles.measure import receipt
 
-SAME = ("gpu", "driver", "torch", "triton", "transformers", "fla", "commit", "quick")
+SAME = ("gpu", "driver", "torch", "triton", "transformers", "fla", "quick")
 
 
 def earlier(folder: Path, workloads: Iterable[str], quick: bool) -> dict[str, dict[int, dict[str, Any]]]:
     """The peer's figures in the receipts of `folder`, by workload and rows, each with the date of its receipt.
 
     Raises:
-        UsageError: a receipt is missing, holds no peer, or is of another machine or other versions.
+        UsageError: a receipt is missing, holds no peer, or is of another GPU or other versions.
     """
     found = {}
     for name in workloads:

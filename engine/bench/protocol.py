@@ -59,8 +59,13 @@ class Bench:
         self.started = time.perf_counter()
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.say(f"bf16 matmul ceiling on {self.device}")
-        self.ceiling_tflops, self.sm_mhz = ceiling(self.device)
+        self.ceilings = ceilings(self.device)
         self.free()
+
+    @property
+    def ceiling_tflops(self) -> float | None:
+        """At once: on a cool device, which no training leaves it."""
+        return self.ceilings["ceiling_tflops"]
 
     @property
     def on_gpu(self) -> bool:
@@ -151,17 +156,19 @@ def measure(
     return {name: median(times) for name, times in found.items()}
 
 
-def ceiling(device: torch.device) -> tuple[float | None, int | None]:
-    """TFLOP/s of a bf16 matrix product of 8192 cubed on random data, and the SM clock under it; None on the CPU."""
+def ceilings(device: torch.device) -> dict[str, float | None]:
+    """TFLOP/s of a bf16 product of 8192 cubed, at once and after three seconds of them, and the SM clock then."""
+    names = ("ceiling_tflops", "sustained_tflops", "sustained_sm_mhz")
     if device.type != "cuda":
-        return None, None
-    tflops = matmul_ceiling(device, torch.bfloat16, rounds=30)
+        return dict.fromkeys(names)
+    at_once = matmul_ceiling(device, torch.bfloat16, rounds=30)
+    sustained = matmul_ceiling(device, torch.bfloat16, rounds=30, seconds=3.0)
     a = random_like(device, (8192, 8192), 0)
     for _ in range(50):
         torch.mm(a, a)
     mhz = torch.cuda.clock_rate(device)  # while the products above are running
     torch.cuda.synchronize(device)
-    return tflops, mhz
+    return dict(zip(names, (at_once, sustained, mhz), strict=True))
 
 
 def random_like(device: torch.device, shape: tuple[int, ...], seed: int, std: float = 1.0) -> Tensor:

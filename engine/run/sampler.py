@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from draftgraph.capture import nvml
+from draftgraph.engine.run.clocks import Clocks
 from draftgraph.engine.run.flatness import HOST, Flatness
 
 DENSE_SECONDS = 600.0  # so long every sample is written
@@ -40,7 +41,7 @@ class Sampler:
         self.path, self.names, self.seconds, self.library = path, list(uuids), seconds, library
         self.phase = WARM_UP
         self.latest: dict[str, dict[str, Any]] = {}  # device -> its last sample
-        self.flatness = Flatness()
+        self.flatness, self.clocks = Flatness(), Clocks()
         self.trouble = ""  # why figures are missing
         self._handles: Sequence[Any] = ()
         if uuids and seconds:
@@ -107,16 +108,20 @@ class Sampler:
                 self._written[name] = (now, reading["used_bytes"])
                 self._write(line)
             else:
-                self.flatness.add(line)
+                self._judge(line)
 
     def _write(self, line: dict[str, Any]) -> None:
         stamped = {"time": round(time.time(), 3), "phase": self.phase, **line}
-        self.flatness.add(stamped)
+        self._judge(stamped)
         if self._file is not None:
             try:
                 self._file.write(json.dumps({k: v for k, v in stamped.items() if v is not None}).encode() + b"\n")
             except OSError as error:
                 self._lost(error)
+
+    def _judge(self, line: dict[str, Any]) -> None:
+        self.flatness.add(line)
+        self.clocks.add(line)
 
     def _lost(self, error: OSError) -> None:
         if self._file is not None:
