@@ -70,18 +70,17 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     ratios = [receipt["ratio"] for receipt in compared.values()]
     axes.barh(places, ratios, height=0.62, color="tab:blue")
     for place, receipt in zip(places, compared.values(), strict=True):
-        shown = receipt["shown"]
+        shown, goal = receipt["shown"], receipt["goals"].get("ratio", {}).get("bound", 0.0)
         axes.annotate(
             f"{receipt['ratio']:.2f}x  ({shown['ours']} : {shown['peer']})",
-            (receipt["ratio"], place),
+            (max(receipt["ratio"], goal), place),  # behind the mark of the goal
             (4, 0),
             textcoords="offset points",
             va="center",
             fontsize="small",
         )
-        goal = receipt["goals"].get("ratio")
         if goal:
-            axes.plot([goal["bound"]] * 2, [place - 0.4, place + 0.4], color="tab:orange", linewidth=2)
+            axes.plot([goal] * 2, [place - 0.4, place + 0.4], color="tab:orange", linewidth=2)
     axes.axvline(1, color="gray", linewidth=1)
     gpus = ", ".join(sorted({receipt["gpu"] for receipt in found.values()}))
     axes.set(title=f"Over the peer on the same {gpus} (orange: the goal)", xlim=(0, 1.6 * max(ratios)), xlabel="ratio")
