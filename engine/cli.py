@@ -33,7 +33,7 @@ from draftgraph.engine.data.anchors import RULES
 from draftgraph.engine.data.formats import FORMS
 from draftgraph.engine.data.masks import TURNS
 from draftgraph.engine.data.template import MASKS
-from draftgraph.engine.errors import DraftgraphError, RunError
+from draftgraph.engine.errors import DraftgraphError, RunError, UsageError
 
 
 def positive(text: str) -> int:
@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--best", action="store_true", help="the run's checkpoint of the best real acceptance, not the newest"
     )
-    sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
+    sub.add_argument("--target", metavar="MODEL", help="needed for an exported drafter")
     sub.add_argument(
         "--prompts",
         nargs="+",
@@ -243,7 +243,7 @@ def parser() -> argparse.ArgumentParser:
         default="zlab",
         help="zlab: z-lab's code, SGLang, vLLM; speculators: that library, vLLM (%(default)s)",
     )
-    sub.add_argument("--target", default="", metavar="MODEL", help="needed for an exported drafter")
+    sub.add_argument("--target", metavar="MODEL", help="needed for an exported drafter")
 
     sub = add(
         "regenerate",
@@ -325,6 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(args: argparse.Namespace, console: Console) -> int:
     """One command, with what it says at its end; returns the exit status."""
     try:
+        if empty := [n for n, v in vars(args).items() if v == "" or (isinstance(v, list) and "" in v)]:
+            raise UsageError(f"{empty[0].replace('_', '-')} is empty; give it a value, or leave it out")
         summary = args.command_function(args, console)
     except DraftgraphError as error:
         console.print(Text.assemble(("error: ", "bold red"), str(error)))

@@ -137,7 +137,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> Summary:
         args.dtype or "",
         args.untrained,
     )
-    summary = evaluate_saved(saved, args.target, options, console)
+    summary = evaluate_saved(saved, args.target or "", options, console)
     keep_evaluation(Path(args.source), saved, summary, say)
     show_evaluation(console, summary)
     return summary

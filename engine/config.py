@@ -153,7 +153,6 @@ class Profile:
 
 
 LARGEST = 2**31
-MOST_BUCKETS = 64
 
 # Ops that have several implementations, as their kernels show (capture/families.py).
 OPS = {
@@ -185,6 +184,14 @@ NOT_NEGATIVE = {
     "checkpoint": ["every"],
     "eval": ["every"],
     "log": ["sample_seconds"],
+}
+
+# What a plan or a schedule makes one thing each of.
+AT_MOST = {
+    "drafter": {"layers": 128, "reuse": 128},
+    "buckets": {"count": 64},
+    "placement": {"look_ahead": 128},
+    "optim": {"accumulate": 8192},
 }
 
 
@@ -270,10 +277,11 @@ def check(profile: Profile) -> None:
             value = getattr(getattr(profile, section), key)
             if value < 0:
                 raise UsageError(f"profile: {section}.{key} must be 0 or more, found {value}")
-    if profile.buckets.count > MOST_BUCKETS:
-        raise UsageError(
-            f"profile: buckets.count is at most {MOST_BUCKETS} (a graph each), found {profile.buckets.count}"
-        )
+    for section, limits in AT_MOST.items():
+        for key, most in limits.items():
+            value = getattr(getattr(profile, section), key)
+            if value > most:
+                raise UsageError(f"profile: {section}.{key} is at most {most}, found {value}")
     betas = profile.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")

@@ -211,6 +211,8 @@ def drafter_shape(profile: Profile, config: Any) -> DrafterShape:
     ids = tuple(section.target_layer_ids) or default_target_layer_ids(section.taps, num_layers)
     # The last layer's output is not a tap: what others call its hidden state has passed the final norm.
     if not all(0 <= i < num_layers - 1 for i in ids) or list(ids) != sorted(set(ids)):
+        if not section.target_layer_ids:
+            raise UsageError(f"profile: drafter.taps ({section.taps}) is too many for a target of {num_layers} layers")
         raise UsageError(
             f"profile: drafter.target_layer_ids {list(ids)} must be ascending target layers, 0 to {num_layers - 2}"
         )

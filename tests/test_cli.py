@@ -173,6 +173,11 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
         ("buckets.context_multiple=100", "above buckets.max_context"),
         ("optim.lr=inf", "finite number"),
         ("buckets.count=1000", "at most 64"),
+        ("drafter.layers=2000000000", "drafter.layers is at most 128"),
+        ("drafter.reuse=2000000000", "drafter.reuse is at most 128"),
+        ("optim.accumulate=2000000000", "optim.accumulate is at most 8192"),
+        ("placement.look_ahead=2000000000", "placement.look_ahead is at most 128"),
+        ("drafter.taps=200", "drafter.taps (200) is too many for a target of"),
         ("checkpoint.every=-1", "0 or more"),
         ("placement.look_ahead=-1", "0 or more"),
         ("optim.betas=[0.9]", "two numbers"),
@@ -189,6 +194,9 @@ def test_bad_profiles_are_one_sentence_and_status_2(tmp_path, capsys):
     ]:
         status, err = failure(capsys, "plan", path, "--set", assignment)
         assert status == 2 and expected in err, (assignment, err)
+    for empty, name in (("--run", "run"), ("--set", "assignments"), ("--warmup", "warmup")):
+        status, err = failure(capsys, "plan", path, empty, "")
+        assert status == 2 and f"{name} is empty" in err
     assert failure(capsys, "plan", "nowhere")[0] == 2
     (tmp_path / "torn.toml").write_text("[run\n")
     assert failure(capsys, "plan", str(tmp_path / "torn.toml"))[0] == 2

@@ -42,10 +42,10 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"run": {"seed": 4}}, "seed = 3 (the profile gives 4)"),
-        ({"drafter": {"layers": 3}}, "drafter.num_layers = 2 (the profile gives 3)"),
-        ({"drafter": {"gamma": 3.0}}, "loss.gamma = 2.0 (the profile gives 3.0)"),
-        ({"drafter": {"anchors": 7}}, "draw.num_anchors = 8 (the profile gives 7)"),
+        ({"run": {"seed": 4}}, "made with run.seed = 3 (the profile gives 4)"),
+        ({"drafter": {"layers": 3}}, "drafter.layers = 2 (the profile gives 3)"),
+        ({"drafter": {"gamma": 3.0}}, "drafter.gamma = 2.0 (the profile gives 3.0)"),
+        ({"drafter": {"anchors": 7}}, "drafter.anchors = 8 (the profile gives 7)"),
         ({"optim": {"weight_decay": 0.5}}, "optim.weight_decay = 0.0 (the profile gives 0.5)"),
         ({"rows": ordinary_rows(30)}, "data = "),
         ({"family": "qwen3"}, "target.model = "),
@@ -55,7 +55,7 @@ def test_a_resume_as_another_run_is_refused_by_field_and_changes_nothing(tmp_pat
     run(tiny_profile(tmp_path), tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     other = tiny_profile(tmp_path, **changes)
-    with pytest.raises(RunError, match=f"was made with .*{re.escape(field)}"):
+    with pytest.raises(RunError, match=f"was .*{re.escape(field)}"):
         run(other, tmp_path / "run", resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
@@ -118,7 +118,7 @@ def test_a_complete_run_goes_on_for_more_steps_at_the_rate_of_a_longer_run(tmp_p
     said = Console(record=True, width=400, file=io.StringIO())
     summary = train(longer, tmp_path / "run", True, said)
     assert (summary["first_step"], summary["steps"]) == (6, 9)
-    assert "steps is 9, was 6 at step-000006: from here on not the bits" in said.export_text()
+    assert "run.steps is 9, was 6 at step-000006: from here on not the bits" in said.export_text()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 10))
     wanted = [float(rate(torch.tensor(float(i)), torch.tensor(9.0), longer.optim)) for i in range(6, 9)]

@@ -109,6 +109,7 @@ def test_a_second_signal_exits_at_once_and_the_last_good_checkpoint_stays(job, t
     assert process.is_alive()  # it waits for the disk
     os.kill(process.pid, signal.SIGINT)
     assert finish(process, within=5) == 130
+    assert "ended at once; go on from the newest checkpoint with --resume" in errors(run)
     assert checkpoint.newest(run / "checkpoints").name == "step-000001"
 
 

@@ -37,6 +37,24 @@ CHANGEABLE = (
     "placement.drafters",
     "placement.hosts",
 )
+# Where a profile says what a checkpoint holds under another name.
+PROFILE_KEYS = {
+    "seed": "run.seed",
+    "steps": "run.steps",
+    "reuse": "drafter.reuse",
+    "chunk_slots": "drafter.chunk_slots",
+    "draw.num_anchors": "drafter.anchors",
+    "draw.rule": "drafter.anchor_rule",
+    "loss.kind": "drafter.loss",
+    "loss.gamma": "drafter.gamma",
+    "loss.alpha": "drafter.alpha",
+    "loss.labels": "drafter.labels",
+    "loss.norm": "drafter.loss_norm",
+    "drafter.num_layers": "drafter.layers",
+    "drafter.num_heads": "drafter.heads",
+    "drafter.num_kv_heads": "drafter.kv_heads",
+    "drafter.layer_types": "drafter.sliding_layers",
+}
 # What a checkpoint of an older version does not say, since nothing else could be chosen.
 UNSAID = {
     "placement.hosts": 1,
@@ -217,7 +235,7 @@ def check_identity(path: Path, identity: Mapping[str, Any], say: Callable[[str],
     made_of, ours = UNSAID | leaves({key: scalars.get(key) for key in identity}), leaves(identity)
     different = [key for key in {**ours, **made_of} if made_of.get(key) != ours.get(key)]
     refused = [
-        f"{key} = {made_of.get(key)!r} (the profile gives {ours.get(key)!r})"
+        f"{PROFILE_KEYS.get(key, key)} = {made_of.get(key)!r} (the profile gives {ours.get(key)!r})"
         for key in different
         if key not in CHANGEABLE
     ]
@@ -228,8 +246,8 @@ def check_identity(path: Path, identity: Mapping[str, Any], say: Callable[[str],
             "start a new run"
         )
     for key in different:
-        was = made_of.get(key)
-        say(f"{key} is {ours[key]!r}, was {was!r} at {path.name}: from here on not the bits of an unbroken run")
+        said, was = PROFILE_KEYS.get(key, key), made_of.get(key)
+        say(f"{said} is {ours[key]!r}, was {was!r} at {path.name}: from here on not the bits of an unbroken run")
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

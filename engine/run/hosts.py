@@ -204,8 +204,9 @@ class Heartbeat:
     def stop(self) -> None:
         """End, before the interpreter does: the store's calls abort where they return after it. One that hangs is not
         waited for."""
-        self.over.set()
-        self.thread.join(timeout=5.0)
+        if not self.over.is_set():
+            self.over.set()
+            self.thread.join(timeout=5.0)
 
 
 def settings(profile: Profile) -> dict[str, Any]:

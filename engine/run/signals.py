@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 STOP = (signal.SIGINT, signal.SIGTERM)
+AT_ONCE = b"ended at once; go on from the newest checkpoint with --resume\n"
 
 
 @dataclass
@@ -31,7 +32,7 @@ def listen() -> Iterator[Requests]:
             requests.checkpoint = True
         elif requests.stop:
             # No cleaning up, which may be what hangs; the data process ends by itself. The bar had hidden the cursor.
-            os.write(2, b"\x1b[?25h\n" if sys.stderr.isatty() else b"")
+            os.write(2, (b"\x1b[?25h\n" if sys.stderr.isatty() else b"") + AT_ONCE)
             os._exit(130)
         else:
             requests.stop = True
