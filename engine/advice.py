@@ -1,6 +1,7 @@
 """What to change in a profile whose steps do not fit into a device: sizes that `plan` predicts to fit."""
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 
@@ -14,10 +15,19 @@ from draftgraph.engine.show import bytes_text
 HEADROOM = 0.9  # of a device, for what a prediction does not see: the context, libraries, executables
 
 
-def predicted_bytes(plan: Plan, device: torch.device) -> int:
-    """Everything that `plan` expects on one device."""
-    roles = device_bytes(plan).items()
-    return sum(sum(parts.values()) for role, parts in roles if resolve_device(role.split(" on ")[1]) == device)
+# Parts that no bucket makes smaller.
+OF_MODELS = ("weights", "gradients", "states")
+
+
+def predicted_bytes(plan: Plan, device: torch.device, parts: Collection[str] = ()) -> int:
+    """Everything that `plan` expects on one device, or some parts of it."""
+    return sum(
+        size
+        for role, found in device_bytes(plan).items()
+        if resolve_device(role.split(" on ")[1]) == device
+        for part, size in found.items()
+        if not parts or part in parts
+    )
 
 
 def smaller(profile: Profile, divisor: int) -> Profile:
@@ -47,6 +57,11 @@ def advice(plan: Plan, device: torch.device) -> str:
     limit = 0.75 * now
     if device.type == "cuda":
         limit = min(limit, HEADROOM * torch.cuda.mem_get_info(device)[1])
+    if (models := predicted_bytes(plan, device, OF_MODELS)) > limit:
+        return (
+            f"{told}, of which models take {bytes_text(models)} whatever the buckets: make the drafter smaller "
+            "(drafter.layers, drafter.intermediate_size), or place fewer roles on the device"
+        )
     for divisor in (2, 4, 8, 16):
         profile = smaller(plan.profile, divisor)
         try:

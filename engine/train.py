@@ -48,10 +48,7 @@ def readable_errors(plan: Plan) -> Iterator[None]:
         if refused or isinstance(error, torch.OutOfMemoryError | MemoryError):
             named = re.search(r"GPU (\d+) has a total", str(error))
             device = resolve_device(f"cuda:{named[1]}" if named else plan.profile.placement.targets[0])
-            raise CaptureError(
-                f"a device ran out of memory: {first} Lower buckets.context_tokens, buckets.draft_tokens or "
-                f"drafter.chunk_slots, or place fewer roles on the device: {advice(plan, device)}"
-            ) from error
+            raise CaptureError(f"{device} ran out of memory: {first.rstrip('.')}. {advice(plan, device)}") from error
         if isinstance(error, torch.AcceleratorError):
             raise RunError(
                 f"a device failed: {first}. What is in checkpoints/ is untouched; go on where the devices work, with "

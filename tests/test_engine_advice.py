@@ -35,6 +35,13 @@ def test_a_run_that_cannot_shrink_is_told_so(tmp_path):
     assert "place fewer roles on the device" in advice(plan, CPU)
 
 
+def test_a_drafter_that_is_too_large_is_not_blamed_on_its_buckets(tmp_path):
+    few = {"context_tokens": 64, "draft_tokens": 32}
+    plan = make_plan(tiny_profile(tmp_path, buckets=few, drafter={"intermediate_size": 2**20}))
+    text = advice(plan, CPU)
+    assert "of which models take" in text and "drafter.intermediate_size" in text and "--set buckets" not in text
+
+
 def test_running_out_of_memory_reaches_the_user_with_the_advice(tmp_path):
     with pytest.raises(CaptureError) as raised, readable_errors(large_plan(tmp_path)):
         raise DeviceMemoryExhausted("capturing step 'drafter' of bucket 'r4-s48-a8' ran out of memory", CPU)

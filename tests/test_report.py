@@ -1,5 +1,6 @@
 """report.html: small however long the run, whole whatever the folder holds, harmless whatever is written there."""
 
+import itertools
 import json
 import math
 import re
@@ -204,3 +205,14 @@ def test_an_axis_says_no_number_twice_and_bars_of_zeros_stand_on_zero():
         assert len(shown) >= 3 and len(set(shown)) == len(shown) and max(map(len, shown)) <= 9, shown
     assert numbers_of_the_y_axis(bar_plot(plot, ["1", "2"], [("run", [0.0, 0.0])]))[0] == "0"
     assert "0" in numbers_of_the_y_axis(bar_plot(plot, ["1", "2"], [("run", [-5.0, -1.0])]))
+
+
+EXTREMES = [0.0, 1.0, 1e20, 1e20 + 2e4, 5e-324, 1e-310, 1e308, -1e308, 1e300, 7e-5]
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_plot_of_extreme_figures_is_drawn_with_finite_places(zero):
+    for x0, x1, y0, y1 in itertools.product(EXTREMES, repeat=4):
+        points = [Point(min(x0, x1), y0, y0, y0), Point(max(x0, x1), y1, y1, y1)]
+        drawn = line_plot(Plot("t", "x", "y", from_zero=zero), [Line("a", points)])
+        assert "nan" not in drawn and "inf" not in drawn, (x0, x1, y0, y1)

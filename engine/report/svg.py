@@ -14,6 +14,7 @@ WIDTH, HEIGHT = 520, 260
 LEFT, RIGHT, TOP, BOTTOM = 76, 14, 14, 40
 NUM_COLOURS = 8
 HOVERS = 60  # places of a plot that say their figures
+HUGE = 1e300  # an axis ends there, short of where floats do
 
 
 class Point(NamedTuple):
@@ -47,6 +48,8 @@ def number(value: float) -> str:
     """A figure with four significant digits, as short as it can be."""
     if value == 0:
         return "0"
+    if abs(value) >= 1e15:
+        return f"{value:.3e}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) < 1e-3:
@@ -87,10 +90,13 @@ class _Axes:
 
     def __init__(self, plot: Plot, x: tuple[float, float], y: tuple[float, float]) -> None:
         self.plot = plot
-        self.x0, self.x1 = x if x[0] < x[1] else (x[0] - 0.5, x[0] + 0.5)
-        low, high = (min(0.0, y[0]), max(0.0, y[1])) if plot.from_zero else y
+        self.x0, self.x1, low, high = (max(-HUGE, min(HUGE, end)) for end in (*x, *y))
+        if self.x1 - self.x0 <= max(1e-12 * max(abs(self.x0), abs(self.x1)), 1 / HUGE):
+            apart = max(0.5, 1e-6 * abs(self.x0))
+            self.x0, self.x1 = self.x0 - apart, self.x1 + apart
+        low, high = (min(0.0, low), max(0.0, high)) if plot.from_zero else (low, high)
         # What differs by rounding alone is no curve.
-        flat = high - low <= 1e-6 * max(abs(low), abs(high))
+        flat = high - low <= max(1e-6 * max(abs(low), abs(high)), 1 / HUGE)
         margin = (0.1 * abs(high) or 1.0) if flat else 0.06 * (high - low)
         # The names of shades stand above the lines.
         self.y0, self.y1 = low if plot.from_zero else low - margin, high + (3 if plot.shades else 1) * margin
@@ -170,7 +176,7 @@ def _hovers(axes: _Axes, lines: Sequence[Line]) -> Iterator[str]:
     for line in lines:
         last: dict[int, Point] = {}
         for point in line.points:
-            last[min(HOVERS - 1, int((axes.left(point.x) - LEFT) / width))] = point
+            last[max(0, min(HOVERS - 1, int((axes.left(point.x) - LEFT) / width)))] = point
         for index, p in last.items():
             spread = f" ({number(p.low)} to {number(p.high)})" if p.low < p.high else ""
             said[index].append(f"{line.name} at {number(p.x)}: {number(p.mean)}{spread}")
