@@ -136,12 +136,14 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
             clock = Clock(drafter.device, drafter.lane.stream, len(steps) + 1)
             watch.open(0)
             clock.mark()
+            issuing = -time.thread_time()
             with watch.steady():
                 for number in range(1, len(steps) + 1):
                     issue(scheduler, late, number)
                     late.finished()
                     clock.mark()
                     watch.mark(number)
+            issuing += time.thread_time()
             scheduler.drain()
             seconds = time.perf_counter() - started
             watch.close()
@@ -186,6 +188,7 @@ def train_rows(profile: Profile, num_rows: int) -> dict[str, Any]:
             "compilations": evidence["compilations"],
             "capture_seconds": evidence["seconds_by_phase"]["capture"],
             "verification_seconds": verification,
+            "scheduler_busy": issuing / seconds if profile.capture.mode == "graph" else None,
             "host_syncs_per_step": None if watch.host_syncs is None else watch.host_syncs / len(steps),
             "steady_state": "; ".join(watch.findings) or "as warm-up left it",
             **watch.memory.report(len(steps)),

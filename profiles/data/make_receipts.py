@@ -61,7 +61,7 @@ PARTS = {
     ),
     "0.8b": Part("rows of every length at 0.8B shapes", 840, ("bench w08-var",)),
     "observers": Part("what watching a run costs", 330, ("bench observers",)),
-    "overlap": Part("target and drafter on one GPU, at once or in turn", 1260, ("bench overlap",)),
+    "overlap": Part("target and drafter on one GPU, at once or in turn", 560, ("bench overlap",)),
     "run-0.8b": Part(
         "650 steps of qwen3.5-0.8b-1gpu with evaluation and all observers; a second warm-up over its caches",
         580,
