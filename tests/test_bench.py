@@ -212,6 +212,9 @@ def test_a_variant_stands_beside_the_peer_of_an_earlier_receipt_of_the_same_mach
     figures = steps.beside_peer(handed, tiny(), ours, measured).figures
     assert figures["ratio"] == 3 and figures["ratio_inclusive"] is None
 
+    path.write_text("[]")
+    with pytest.raises(UsageError, match="no receipt in"):
+        peer.earlier(tmp_path, ["w08-var"], quick=False)
     for changed, said in (({"gpu": "0f"}, "gpu 0f, here"), ({"peer": None}, "without"), (None, "no rec")):
         path.write_text(json.dumps(content | changed) if changed else "{")
         with pytest.raises(UsageError, match=said):

@@ -28,16 +28,17 @@ def earlier(folder: Path, workloads: Iterable[str], quick: bool) -> dict[str, di
         path = folder / f"bench-{name}.json"
         try:
             content = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            lines = content["peer"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"--peer-from: no receipt in {path}: {error}; measure {name} there first") from error
         here = receipt(name, "") | {"quick": quick}
         pairs = [(field, content.get(field), here[field]) for field in SAME]
         other = [f"{field} {there}, here {now}" for field, there, now in pairs if there != now]
         if other:
             raise UsageError(f"--peer-from: {path} is no measurement of the same: {'; '.join(other)}")
-        if not content["peer"]:
+        if not lines:
             raise UsageError(f"--peer-from: {path} was measured without the peer")
-        found[name] = {int(rows): line | {"date": content["date"]} for rows, line in content["peer"].items()}
+        found[name] = {int(rows): line | {"date": content["date"]} for rows, line in lines.items()}
     return found
 
 

@@ -178,11 +178,8 @@ def compare(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile, ["eval.every=0", *args.assignments])
     if (profile.optim.accumulate, profile.drafter.reuse, len(profile.placement.drafters)) != (1, 1, 1):
         sys.exit("the profile needs optim.accumulate = 1, drafter.reuse = 1 and one drafter")
-    try:
-        for prompts in args.prompts:  # read before minutes are spent
-            load_prompts(prompts, args.num_prompts)
-    except DraftgraphError as error:
-        sys.exit(str(error))
+    for prompts in args.prompts:  # read before minutes are spent
+        load_prompts(prompts, args.num_prompts)
     out = Path(args.out)
     our_losses, our_figures = ours(profile, out)
     peer_losses, peer_figures = theirs(make_plan(profile), peer, out)
@@ -236,4 +233,7 @@ if __name__ == "__main__":
     if given.draw:
         draw(given.draw, given.picture)
     else:
-        compare(given)
+        try:
+            compare(given)
+        except DraftgraphError as error:
+            sys.exit(str(error))
