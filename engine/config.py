@@ -9,6 +9,7 @@ import difflib
 import math
 import tomllib
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, get_args, get_origin
 
 import tomli_w
@@ -162,36 +163,25 @@ OPS = {
     "gemm": ("fp8",),
 }
 
-POSITIVE = {
-    "run": ["steps"],
-    "drafter": ["layers", "taps", "anchors", "reuse", "chunk_slots"],
-    "buckets": ["count", "max_context", "context_tokens", "draft_tokens", "context_multiple"],
-    "optim": ["lr", "clip", "accumulate"],
-    "capture": ["warmup_rounds", "verify_rounds"],
-    "checkpoint": ["keep"],
-    "log": ["every"],
-    "eval": ["count", "new_tokens"],
-}
-
-NOT_NEGATIVE = {
-    "run": ["seed"],
-    "drafter": [
-        *("heads", "kv_heads", "head_dim", "intermediate_size", "sliding_layers"),
-        *("rope_theta", "alpha", "init_std"),
-    ],
-    "placement": ["look_ahead"],
-    "optim": ["warmup", "eps", "weight_decay", "max_skipped"],
-    "checkpoint": ["every"],
-    "eval": ["every"],
-    "log": ["sample_seconds"],
-}
-
-# What a plan or a schedule makes one thing each of.
+POSITIVE = (
+    *("run.steps", "drafter.layers", "drafter.taps", "drafter.anchors", "drafter.reuse", "drafter.chunk_slots"),
+    *("buckets.count", "buckets.max_context", "buckets.context_tokens", "buckets.draft_tokens"),
+    *("buckets.context_multiple", "optim.lr", "optim.clip", "optim.accumulate", "capture.warmup_rounds"),
+    *("capture.verify_rounds", "checkpoint.keep", "log.every", "eval.count", "eval.new_tokens"),
+)
+NOT_NEGATIVE = (
+    *("run.seed", "drafter.heads", "drafter.kv_heads", "drafter.head_dim", "drafter.intermediate_size"),
+    *("drafter.sliding_layers", "drafter.rope_theta", "drafter.alpha", "drafter.init_std", "placement.look_ahead"),
+    *("optim.warmup", "optim.eps", "optim.weight_decay", "optim.max_skipped", "checkpoint.every", "eval.every"),
+    "log.sample_seconds",
+)
+# Of these a plan or a schedule makes so many things.
 AT_MOST = {
-    "drafter": {"layers": 128, "reuse": 128},
-    "buckets": {"count": 64},
-    "placement": {"look_ahead": 128},
-    "optim": {"accumulate": 8192},
+    "drafter.layers": 128,
+    "drafter.reuse": 128,
+    "buckets.count": 64,
+    "placement.look_ahead": 128,
+    "optim.accumulate": 8192,
 }
 
 
@@ -267,21 +257,15 @@ def typed(where: str, value: Any, described: dataclasses.Field) -> Any:
 
 def check(profile: Profile) -> None:
     """Refuse what cannot run, before a device is touched."""
-    for section, keys in POSITIVE.items():
-        for key in keys:
-            value = getattr(getattr(profile, section), key)
-            if value <= 0:
-                raise UsageError(f"profile: {section}.{key} must be above 0, found {value}")
-    for section, keys in NOT_NEGATIVE.items():
-        for key in keys:
-            value = getattr(getattr(profile, section), key)
-            if value < 0:
-                raise UsageError(f"profile: {section}.{key} must be 0 or more, found {value}")
-    for section, limits in AT_MOST.items():
-        for key, most in limits.items():
-            value = getattr(getattr(profile, section), key)
-            if value > most:
-                raise UsageError(f"profile: {section}.{key} is at most {most}, found {value}")
+    for name in POSITIVE:
+        if (value := attrgetter(name)(profile)) <= 0:
+            raise UsageError(f"profile: {name} must be above 0, found {value}")
+    for name in NOT_NEGATIVE:
+        if (value := attrgetter(name)(profile)) < 0:
+            raise UsageError(f"profile: {name} must be 0 or more, found {value}")
+    for name, most in AT_MOST.items():
+        if (value := attrgetter(name)(profile)) > most:
+            raise UsageError(f"profile: {name} is at most {most}, found {value}")
     betas = profile.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"profile: optim.betas takes two numbers from 0 to below 1, found {betas}")

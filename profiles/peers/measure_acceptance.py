@@ -122,7 +122,7 @@ class Measurement:
         for reuse in REUSES:
             figures = self.trained(f"reuse-{reuse}", reuse, self.args.reuse_seconds)
             found = self.accepted(f"reuse-{reuse}")
-            sets = {row["name"]: row["acceptance"] for row in found["sets"]}
+            sets = {Path(row["name"]).stem: row["acceptance"] for row in found["sets"]}
             rows.append({"reuse": reuse, **figures, "acceptance": found["acceptance"], "sets": sets})
             self.keep("reuse", rows)
         return max(rows, key=lambda row: row["acceptance"])["reuse"]
